@@ -1,0 +1,95 @@
+"""LoRA branches of one linear, for all adapters at once: shrink, expand, add.
+
+The eager definition.  Every row of the batch is multiplied with the matrices of its own slot, in
+one batched product of a shape that depends on the batch's shape alone, so a row's bytes cannot
+depend on its neighbours.  Rows without a branch keep the base bytes: they are selected, not added
+to, since adding a zero would turn -0.0 into 0.0.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..core.errors import RawConsumerError
+from .source import LoraWeights
+
+
+class LoraSlots:
+    """The stacked matrices of one linear: fixed addresses, one row a slot.
+
+    Args:
+        name: of the linear, for messages.
+        slots: how many adapters fit.
+        rank: the highest rank that fits; smaller ones are padded with zeros.
+        in_features: K.
+        out_features: N.
+        dtype: of the matrices.
+        device: of the matrices.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        slots: int,
+        rank: int,
+        in_features: int,
+        out_features: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.name = name
+        self.a = torch.zeros(slots, rank, in_features, dtype=dtype, device=device)
+        self.b = torch.zeros(slots, out_features, rank, dtype=dtype, device=device)
+        self.scaling = torch.zeros(slots, dtype=torch.float32, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory of the stacks."""
+        return self.a.nbytes + self.b.nbytes
+
+    def write(self, slot: int, weights: LoraWeights) -> None:
+        """Fill a slot; what a higher rank left behind is overwritten with zeros."""
+        rank = weights.rank
+        self.a[slot, :rank].copy_(weights.a)
+        self.a[slot, rank:].zero_()
+        self.b[slot, :, :rank].copy_(weights.b)
+        self.b[slot, :, rank:].zero_()
+        self.scaling[slot] = weights.scaling
+
+    def clear(self, slot: int) -> None:
+        """Empty a slot."""
+        self.a[slot].zero_()
+        self.b[slot].zero_()
+        self.scaling[slot] = 0.0
+
+    def add(
+        self, out: torch.Tensor, raw: torch.Tensor, slots: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        """Add each masked row's branch.
+
+        Args:
+            out: (rows, ..., N), the base output.
+            raw: (rows, ..., K), the raw activation.
+            slots: int64 (rows,), -1 for none.
+            mask: bool (rows,), whether the row's adapter has a branch here.
+
+        Returns:
+            (rows, ..., N) in the dtype of `out`: float32 accumulation, one rounding.
+
+        Raises:
+            RawConsumerError: `raw` holds codes.
+        """
+        if raw.dtype.itemsize == 1:
+            raise RawConsumerError(
+                f"the adapter branch on '{self.name}'",
+                f"was handed {raw.dtype} codes instead of the raw activation",
+                "route the layer's site unfused while an adapter is live",
+            )
+        rows = raw.shape[0]
+        index = torch.where(mask, slots, 0)
+        x = raw.reshape(rows, -1, raw.shape[-1]).float()
+        shrunk = torch.bmm(x, self.a[index].float().mT)
+        delta = torch.bmm(shrunk, self.b[index].float().mT)
+        delta *= self.scaling[index].view(rows, 1, 1)
+        wide = mask.view(rows, *[1] * (out.dim() - 1))
+        return torch.where(wide, (out.float() + delta.view(out.shape)).to(out.dtype), out)

@@ -1,0 +1,343 @@
+"""The adapter manager: load, swap, unload and list, while batches run.
+
+A loaded adapter is a *version*: an identity of its own, a slot, and a count of the batches that
+use it.  A name points at one version.  A swap points the name at a new version in another slot;
+batches in flight finish on the one they started with, and its slot is emptied when the last of
+them ends.  One slot more than `max_loras` exists, so that a swap never has to wait for itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..core.errors import (
+    AdapterCapacityError,
+    AdapterExistsError,
+    AdapterNotFoundError,
+    BatchError,
+    ConfigError,
+)
+from ..linear.batch import Batch, BatchPlan, batch_scope
+from ..linear.registry import LayerRegistry
+from .branch import LoraSlots
+from .read import read_adapter
+from .source import AdapterWeights, BaseFacts
+
+#: PEFT's name for "no adapter" in a list of adapter names.
+BASE_NAME = "__base__"
+_identities = itertools.count(1)
+
+
+@dataclass(frozen=True)
+class AdapterInfo:
+    """One line of the listing.
+
+    Attributes:
+        name: what rows call it.
+        digest: SHA-256 of what it computes; its identity (I9).
+        source: where it came from.
+        rank: the highest of any layer.
+        layers: how many linears it has a branch on.
+        nbytes: size as stored.
+        slot: its row in the stacked tensors.
+        batches: how many batches in flight use it.
+        notes: such as "no effect: every lora_B is zero".
+    """
+
+    name: str
+    digest: str
+    source: str
+    rank: int
+    layers: int
+    nbytes: int
+    slot: int
+    batches: int
+    notes: tuple[str, ...]
+
+
+class _Version:
+    """One loaded content of a name."""
+
+    def __init__(self, name: str, slot: int, weights: AdapterWeights) -> None:
+        self.key = next(_identities)
+        self.name = name
+        self.slot = slot
+        self.layers = frozenset(weights.layers)
+        self.batches = 0
+        self.retired = False
+        self._facts = (
+            weights.digest, weights.source, weights.rank, len(weights.layers), weights.nbytes,
+        )  # fmt: skip
+        self._notes = weights.notes
+
+    def info(self) -> AdapterInfo:
+        return AdapterInfo(self.name, *self._facts, self.slot, self.batches, self._notes)
+
+
+class AdapterManager:
+    """The adapters of one served model.
+
+    Args:
+        registry: its layers.
+        base: what reading checks an adapter against.
+        max_loras: how many adapters fit; 0 switches adapters off.
+        max_lora_rank: the highest rank that fits.
+        dtype: of the slots.
+        device: of the slots.
+        plan: makes (or finds) the plan for the adapters of a batch.
+    """
+
+    def __init__(
+        self,
+        registry: LayerRegistry,
+        base: BaseFacts,
+        *,
+        max_loras: int,
+        max_lora_rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        plan: Callable[[Mapping[int, str]], BatchPlan],
+    ) -> None:
+        self._registry = registry
+        self._base = base
+        self._max_loras = max_loras
+        self._max_rank = max_lora_rank
+        self._dtype = dtype
+        self._device = device
+        self._plan = plan
+        self._versions: dict[str, _Version] = {}
+        self._lock = threading.RLock()
+        slots = max_loras + 1 if max_loras else 0
+        self._free = list(range(slots))
+        self._stacks: dict[str, LoraSlots] = {}
+        self._held = torch.zeros(len(registry), slots, dtype=torch.bool, device=device)
+
+    # --- life cycle -----------------------------------------------------------------------------
+
+    def load(self, name: str, path: str | Path) -> AdapterInfo:
+        """Load the PEFT folder `path` under `name`; all or nothing (I8).
+
+        Raises:
+            AdapterExistsError: the name is taken.
+            AdapterNotFoundError: no such folder.
+            AdapterFormatError, AdapterUnsupportedError, AdapterMismatchError: see `read_adapter`.
+            AdapterCapacityError: no slot is free, or the rank is higher than the slots.
+        """
+        with self._lock:
+            self._check_can_load(name)
+        return self.install(name, self._read(path))
+
+    def install(self, name: str, weights: AdapterWeights) -> AdapterInfo:
+        """Load weights that are in memory already under `name`.
+
+        Raises:
+            AdapterExistsError: the name is taken.
+            AdapterCapacityError: no slot is free.
+        """
+        with self._lock:
+            self._check_can_load(name)
+            version = self._enter(name, weights)
+            self._versions[name] = version
+            self._publish(added=version, removed=None, reason=f"adapter '{name}' was loaded")
+            return version.info()
+
+    def swap(self, name: str, path: str | Path) -> AdapterInfo:
+        """Point `name` at new weights; batches in flight finish on the old ones.
+
+        Raises:
+            AdapterNotFoundError: the name, or the folder, is unknown.
+            AdapterFormatError, AdapterUnsupportedError, AdapterMismatchError: see `read_adapter`.
+            AdapterCapacityError: the rank is higher than the slots, or every spare slot still
+                serves a batch in flight.
+        """
+        with self._lock:
+            self._version(name)
+        weights = self._read(path)
+        with self._lock:
+            old = self._version(name)
+            new = self._enter(name, weights)
+            self._versions[name] = new
+            self._publish(added=new, removed=old, reason=f"adapter '{name}' was swapped")
+            return new.info()
+
+    def unload(self, name: str) -> None:
+        """Forget `name` at once; its slot is emptied when no batch uses it any more.
+
+        Raises:
+            AdapterNotFoundError: the name is unknown.
+        """
+        with self._lock:
+            version = self._version(name)
+            del self._versions[name]
+            self._publish(added=None, removed=version, reason=f"adapter '{name}' was unloaded")
+
+    def list(self) -> tuple[AdapterInfo, ...]:
+        """Every loaded adapter, in the order of loading."""
+        with self._lock:
+            return tuple(version.info() for version in self._versions.values())
+
+    def live(self, names: Iterable[str]) -> dict[int, str]:
+        """Identities of the loaded versions behind `names`, for the planner.
+
+        Raises:
+            AdapterNotFoundError: a name is unknown.
+        """
+        with self._lock:
+            return {self._version(name).key: name for name in names}
+
+    # --- batches --------------------------------------------------------------------------------
+
+    @contextmanager
+    def rows(self, names: Sequence[str | None]) -> Iterator[Batch]:
+        """Forwards inside take one adapter (or None) for each row of their batch.
+
+        The choice holds for this thread (or task) only.  The versions that the names point at now
+        are kept until the block ends, whatever is loaded, swapped or unloaded meanwhile.
+
+        Args:
+            names: one name, or None, for every row.
+
+        Raises:
+            AdapterNotFoundError: a name is unknown.
+            BatchError: not a sequence of names, or an empty one.
+        """
+        batch, versions = self._acquire(names)
+        try:
+            with batch_scope(self._registry.owner, batch):
+                yield batch
+        finally:
+            self._release(versions)
+
+    def base_batch(self) -> Batch:
+        """The batch of forwards that name no adapter: base rows, any number of them."""
+        return Batch(self._plan({}))
+
+    def _acquire(self, names: Sequence[str | None]) -> tuple[Batch, tuple[_Version, ...]]:
+        if isinstance(names, str) or not names:
+            raise BatchError(
+                f"rows({names!r})",
+                "expected one adapter name, or None, for every row of the batch",
+                "pass a list such as ['sql', None]",
+            )
+        with self._lock:
+            chosen = [None if n is None or n == BASE_NAME else self._version(n) for n in names]
+            versions = tuple({v.key: v for v in chosen if v is not None}.values())
+            plan = self._plan({version.key: version.name for version in versions})
+            slots = torch.tensor(
+                [-1 if v is None else v.slot for v in chosen], dtype=torch.int64
+            ).to(self._device)
+            masks = self._masks(slots)
+            for version in versions:
+                version.batches += 1
+        return Batch(plan, len(chosen), slots, masks), versions
+
+    def _masks(self, slots: torch.Tensor) -> torch.Tensor:
+        if not self._held.shape[1]:
+            return self._held.new_zeros(len(self._registry), slots.shape[0])
+        return self._held[:, slots.clamp(min=0)] & (slots >= 0)
+
+    def _release(self, versions: tuple[_Version, ...]) -> None:
+        with self._lock:
+            for version in versions:
+                version.batches -= 1
+                self._reclaim(version)
+
+    # --- inside the lock ------------------------------------------------------------------------
+
+    def _read(self, path: str | Path) -> AdapterWeights:
+        return read_adapter(path, self._base, max_rank=self._max_rank)
+
+    def _version(self, name: str) -> _Version:
+        version = self._versions.get(name)
+        if version is None:
+            loaded = ", ".join(f"'{n}'" for n in self._versions) or "none"
+            raise AdapterNotFoundError(
+                f"adapter '{name}'", f"is not loaded (loaded: {loaded})", "load it first"
+            )
+        return version
+
+    def _check_can_load(self, name: str) -> None:
+        if not isinstance(name, str) or not name.strip() or name == BASE_NAME:
+            raise ConfigError(
+                f"adapter name {name!r}", "is empty or reserved", "choose another name"
+            )
+        if name in self._versions:
+            raise AdapterExistsError(
+                f"adapter '{name}'",
+                f"is loaded already, from {self._versions[name].info().source}",
+                "swap it, unload it first, or choose another name",
+            )
+        if len(self._versions) >= self._max_loras:
+            raise AdapterCapacityError(
+                f"adapter '{name}'",
+                f"{len(self._versions)} adapters are loaded and max_loras={self._max_loras}",
+                "unload one, or wrap with a higher max_loras (command line: --max-loras)",
+            )
+
+    def _enter(self, name: str, weights: AdapterWeights) -> _Version:
+        """Write a free slot; nothing refers to it until it is published."""
+        if not self._free:
+            raise AdapterCapacityError(
+                f"adapter '{name}'",
+                "every spare slot still serves a batch in flight on an older version",
+                "try again when those batches have ended, or wrap with a higher max_loras",
+            )
+        for layer in weights.layers:
+            self._stack(layer)
+        version = _Version(name, self._free[0], weights)
+        for layer, lora in weights.layers.items():
+            self._stacks[layer].write(version.slot, lora)
+        self._free.pop(0)
+        return version
+
+    def _stack(self, name: str) -> LoraSlots:
+        stack = self._stacks.get(name)
+        if stack is None:
+            layer = self._registry.layers[name]
+            stack = LoraSlots(
+                name,
+                self._held.shape[1],
+                self._max_rank,
+                layer.in_features,
+                layer.out_features,
+                self._dtype,
+                self._device,
+            )
+            self._stacks[name] = stack
+            layer.branch = stack
+        return stack
+
+    def _publish(self, added: _Version | None, removed: _Version | None, reason: str) -> None:
+        changes: dict[str, dict[int, str]] = {}
+
+        def holders(name: str) -> dict[int, str]:
+            if name not in changes:
+                changes[name] = dict(self._registry.branches(self._registry.layers[name]))
+            return changes[name]
+
+        if added:
+            for name in added.layers:
+                holders(name)[added.key] = added.name
+                self._held[self._registry.layers[name].index, added.slot] = True
+        if removed:
+            for name in removed.layers:
+                holders(name).pop(removed.key)
+            removed.retired = True
+            self._reclaim(removed)
+        self._registry.set_branches(changes, reason)
+
+    def _reclaim(self, version: _Version) -> None:
+        """Empty the slot of a version that no name and no batch refers to."""
+        if not version.retired or version.batches:
+            return
+        for name in version.layers:
+            self._stacks[name].clear(version.slot)
+        self._held[:, version.slot] = False
+        self._free.append(version.slot)

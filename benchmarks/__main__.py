@@ -1,0 +1,26 @@
+"""All benchmarks: ``python -m benchmarks [--short]``."""
+
+from __future__ import annotations
+
+import argparse
+
+from benchmarks.producers import gated, norm, unary
+from branchline.core import native
+
+
+def main() -> None:
+    """Run every benchmark that this installation can run."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--short", action="store_true", help="few repetitions, as CI runs them")
+    short: bool = parser.parse_args().short
+    library = native.load()
+    if not library.available:
+        print(f"nothing to compare: the C kernels are absent ({library.reason})")
+        return
+    print(f"C kernels on {library.isa}")
+    for module in (unary, gated, norm):
+        module.run(short)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Measuring two callables against each other in one run, so that a busy machine slows both."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+THREADS = 2
+SCALE = 0.0371
+
+
+class ResultsDifferError(AssertionError):
+    """A speed-up over something that computes another result is none."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Seconds of two callables, measured alternately."""
+
+    ours: list[float]
+    theirs: list[float]
+
+    def ratio(self, pick: Callable[[list[float]], float] = statistics.median) -> float:
+        """How many times as long theirs takes; by the median, or by `min`, the undisturbed run."""
+        return pick(self.theirs) / pick(self.ours)
+
+
+def alternate(ours: Callable[[], object], theirs: Callable[[], object], rounds: int) -> Comparison:
+    """Run both in turn, `rounds` times each after a warm-up."""
+    found = Comparison([], [])
+    for measured in range(-2, rounds):
+        for function, record in ((ours, found.ours), (theirs, found.theirs)):
+            start = time.perf_counter()
+            function()
+            elapsed = time.perf_counter() - start
+            if measured >= 0:
+                record.append(elapsed)
+    return found
+
+
+def _bits(result: torch.Tensor) -> torch.Tensor:
+    return result.view(torch.uint8)
+
+
+def report_speedup(
+    label: str, ours: Callable[[], torch.Tensor], theirs: Callable[[], torch.Tensor], rounds: int
+) -> None:
+    """Print how many times faster `ours` is.
+
+    Raises:
+        ResultsDifferError: the two results are not the same bytes.
+    """
+    differing = int((_bits(ours()) != _bits(theirs())).sum())
+    if differing:
+        raise ResultsDifferError(f"{label}: {differing} bytes differ")
+    found = alternate(ours, theirs, rounds)
+    _print(label, found, f"{found.ratio():.1f} times faster (best runs: {found.ratio(min):.1f})")
+
+
+def report_time_of(
+    label: str, ours: Callable[[], object], yardstick: Callable[[], object], rounds: int
+) -> None:
+    """Print the time of `ours` in units of a yardstick that computes something else."""
+    found = alternate(ours, yardstick, rounds)
+    verdict = f"{1 / found.ratio():.2f} times its time (best runs: {1 / found.ratio(min):.2f})"
+    _print(label, found, verdict)
+
+
+def _print(label: str, found: Comparison, verdict: str) -> None:
+    medians = map(statistics.median, (found.ours, found.theirs))
+    ours, theirs = (f"{seconds * 1e6:9.1f} us" for seconds in medians)
+    print(f"{label:<44}{ours} against{theirs}   {verdict}", flush=True)
+
+
+def begin(title: str) -> None:
+    """Set the number of threads, and say what and how is measured."""
+    torch.set_num_threads(THREADS)
+    print(f"\n{title}: medians, {THREADS} threads, alternating")
+
+
+def random_bf16(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Activations of ordinary size."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator) * 2).bfloat16()
+
+
+def rounds_for(rows: int, short: bool) -> int:
+    """Repetitions: many for one row, which takes microseconds."""
+    if short:
+        return 5
+    return 1000 if rows == 1 else 41

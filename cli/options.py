@@ -1,0 +1,119 @@
+"""Flags made from a pydantic model: one field, one flag, and nothing else to change."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+
+import typer
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from rich.markup import escape
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+_PANEL = "Wrapping"
+_SEQUENCES = (tuple, list, set, frozenset)
+_BOUNDS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
+
+
+def with_settings(
+    model: type[_Model],
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command one flag for each field of `model`, in place of its parameter `settings`.
+
+    The command is called with `settings`, a checked `model`.  A value that the model refuses is a
+    usage error that names the flag.
+
+    Args:
+        model: name, type, default, description and bounds of its fields make the flags.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        # typer reads the signature; from a string annotation it could not resolve a made-up one.
+        signature = inspect.signature(command, eval_str=True)
+        flags = [_flag(name, field) for name, field in model.model_fields.items()]
+        own = [p for p in signature.parameters.values() if p.name != "settings"]
+
+        def run(**given: Any) -> None:
+            values = {flag.name: given.pop(flag.name) for flag in flags}
+            command(**given, settings=_checked(model, values))
+
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        run.__module__ = command.__module__
+        made = signature.replace(parameters=[*own, *flags])
+        run.__signature__ = made  # pyright: ignore[reportFunctionMemberAccess]
+        run.__annotations__ = {p.name: p.annotation for p in made.parameters.values()}
+        return run
+
+    return decorate
+
+
+def flag_name(field: str) -> str:
+    """`max_lora_rank` -> `--max-lora-rank`."""
+    return f"--{field.replace('_', '-')}"
+
+
+def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
+    kind = _option_type(name, field.annotation)
+    flag = flag_name(name)
+    # What is off anyway needs no second flag to switch it off.
+    declaration = f"{flag}/{flag_name('no_' + name)}" if field.default is True else flag
+    option = typer.Option(declaration, help=_help(field), rich_help_panel=_PANEL)
+    return inspect.Parameter(
+        name,
+        # In any order, required ones behind those with a default too.
+        inspect.Parameter.KEYWORD_ONLY,
+        default=inspect.Parameter.empty if field.is_required() else _default(field),
+        annotation=Annotated[kind, option],
+    )
+
+
+def _option_type(name: str, annotation: Any) -> Any:
+    """What typer knows for the type of a field: `T | None` is `T`, a sequence is repeatable."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin in (Union, types.UnionType):
+        (kind, *others) = [argument for argument in arguments if argument is not type(None)]
+        if not others:
+            inner = _option_type(name, kind)
+            return inner if get_origin(inner) is list else inner | None
+    elif origin in _SEQUENCES and set(arguments[1:]) <= {Ellipsis}:
+        return list[_option_type(name, arguments[0])]
+    elif origin is None and isinstance(annotation, type) and not issubclass(annotation, BaseModel):
+        return annotation
+    raise TypeError(f"field {name!r}: no flag can be made for the type {annotation}")
+
+
+def _default(field: FieldInfo) -> Any:
+    default = field.get_default(call_default_factory=True)
+    return list(default) if isinstance(default, _SEQUENCES) else default
+
+
+def _help(field: FieldInfo) -> str:
+    limits = [
+        f"{sign} {getattr(constraint, attribute):g}"
+        for constraint in field.metadata
+        for attribute, sign in _BOUNDS
+        if getattr(constraint, attribute, None) is not None
+    ]
+    # typer's help reads square brackets as markup.
+    text = escape(field.description or "")
+    return f"{text} ({', '.join(limits)})".strip() if limits else text
+
+
+def _checked(model: type[_Model], values: dict[str, Any]) -> _Model:
+    # None and [] mean "not given": the model's own default then stands.
+    given = {name: value for name, value in values.items() if value is not None and value != []}
+    try:
+        return model.model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        # A validator's own exception says more than pydantic's wrapping of it.
+        reason = str(first.get("ctx", {}).get("error", first["msg"]))
+        if not first["loc"]:
+            raise typer.BadParameter(reason) from error
+        flag = flag_name(str(first["loc"][0]))
+        message = f"{first['input']!r} is refused: {reason}"
+        raise typer.BadParameter(message, param_hint=flag) from error

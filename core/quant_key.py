@@ -1,0 +1,186 @@
+"""`QuantKey`: what a linear accepts, as a value that can be compared, hashed and printed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+
+from .errors import ConfigError
+
+
+class ScaleFormat(StrEnum):
+    """How the values of a scale are restricted, whatever dtype carries them."""
+
+    FLOAT32 = "float32"
+    UE8M0 = "ue8m0"
+    E4M3 = "e4m3"
+
+
+class ScaleLayout(StrEnum):
+    """Where a block scale lies in memory."""
+
+    ROW_MAJOR = "row-major"
+    COLUMN_MAJOR = "column-major"
+    SWIZZLE_128X4 = "swizzle-128x4"
+
+
+@dataclass(frozen=True)
+class Granularity:
+    """How many elements share one scale.
+
+    Args:
+        kind: "tensor", "token" (one scale a row) or "group" (one a row and `size` columns).
+        size: columns of a group; 0 for the other two kinds.
+
+    Raises:
+        ConfigError: an unknown kind, or a size that does not go with it.
+    """
+
+    kind: str
+    size: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("tensor", "token", "group") or (self.size > 0) != (
+            self.kind == "group"
+        ):
+            raise ConfigError(
+                f"granularity {self.kind!r} with size {self.size}",
+                "kinds are 'tensor', 'token' and 'group', and only a group has a size",
+                "use TENSOR, TOKEN or Granularity('group', columns)",
+            )
+
+    def __str__(self) -> str:
+        return f"group{self.size}" if self.kind == "group" else self.kind
+
+
+TENSOR = Granularity("tensor")
+TOKEN = Granularity("token")
+
+_CODE_NAMES = {torch.float8_e4m3fn: "fp8", torch.float4_e2m1fn_x2: "fp4"}
+
+
+@dataclass(frozen=True)
+class QuantKey:
+    """The complete description of the quantised input that a linear consumes.
+
+    Attributes:
+        code_dtype: `torch.float8_e4m3fn`, or `torch.float4_e2m1fn_x2` (two codes a byte).
+        scale_dtype: dtype of the scale tensor.
+        scale_format: restriction on the scale's values (a power of two for UE8M0).
+        granularity: which elements share a scale.
+        static: the scale is calibrated and handed to the producer, not measured.
+        symmetric: no zero point; asymmetric keys are refused.
+        global_scale: a second, per-tensor float32 scale above the block scales (NVFP4).
+        layout: memory layout of block scales.
+        row_multiple: codes are padded to a multiple of this many rows (then 2-D).
+        scale_multiple: block scales are padded to a multiple of this many columns.
+
+    Raises:
+        ConfigError: a combination that no linear can consume.
+    """
+
+    code_dtype: torch.dtype
+    scale_dtype: torch.dtype
+    scale_format: ScaleFormat
+    granularity: Granularity
+    static: bool
+    symmetric: bool = True
+    global_scale: bool = False
+    layout: ScaleLayout = ScaleLayout.ROW_MAJOR
+    row_multiple: int = 1
+    scale_multiple: int = 1
+
+    def __post_init__(self) -> None:
+        reason = self._refusal()
+        if reason:
+            raise ConfigError("quant key", reason, "use one of the named keys of branchline.linear")
+
+    def _refusal(self) -> str | None:
+        if self.code_dtype not in _CODE_NAMES:
+            return f"code dtype {self.code_dtype} is not served (float8_e4m3fn, float4_e2m1fn_x2)"
+        if not self.symmetric:
+            return "asymmetric quantisation is not served"
+        if self.static and self.granularity != TENSOR:
+            return f"a static scale is per tensor, not per {self.granularity}"
+        if self.row_multiple < 1 or self.scale_multiple < 1:
+            return "padding multiples start at 1"
+        blockwise = self.granularity.kind == "group"
+        if not blockwise and (self.layout != ScaleLayout.ROW_MAJOR or self.scale_multiple != 1):
+            return f"layout and scale padding need block scales, not one per {self.granularity}"
+        return None
+
+    @property
+    def codes_per_byte(self) -> int:
+        """How many codes one byte holds: 1, or 2 for the packed four-bit dtype."""
+        return 2 if self.code_dtype == torch.float4_e2m1fn_x2 else 1
+
+    def code_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the code tensor for an activation of `shape` (..., K)."""
+        columns = math.ceil(shape[-1] / self.codes_per_byte)
+        if self.row_multiple == 1:
+            return (*shape[:-1], columns)
+        return (_round_up(math.prod(shape[:-1]), self.row_multiple), columns)
+
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the scale tensor for an activation of `shape` (..., K)."""
+        if self.granularity == TENSOR:
+            return (1,)
+        if self.granularity == TOKEN:
+            return (*shape[:-1], 1)
+        groups = _round_up(math.ceil(shape[-1] / self.granularity.size), self.scale_multiple)
+        if self.layout == ScaleLayout.SWIZZLE_128X4:
+            return (_round_up(math.prod(shape[:-1]), 128), _round_up(groups, 4))
+        return (*shape[:-1], groups)
+
+    def __str__(self) -> str:
+        mode = "static" if self.static else "dynamic"
+        parts = [_CODE_NAMES[self.code_dtype], mode, str(self.granularity)]
+        if self.scale_format != ScaleFormat.FLOAT32:
+            parts.append(str(self.scale_format))
+        if self.layout != ScaleLayout.ROW_MAJOR:
+            parts.append(str(self.layout))
+        if self.row_multiple > 1:
+            parts.append(f"rows%{self.row_multiple}")
+        if self.scale_multiple > 1:
+            parts.append(f"scales%{self.scale_multiple}")
+        return "-".join(parts)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return math.ceil(value / multiple) * multiple
+
+
+FP8_STATIC_TENSOR = QuantKey(
+    torch.float8_e4m3fn, torch.float32, ScaleFormat.FLOAT32, TENSOR, static=True
+)
+FP8_DYNAMIC_TOKEN = QuantKey(
+    torch.float8_e4m3fn, torch.float32, ScaleFormat.FLOAT32, TOKEN, static=False
+)
+FP8_DYNAMIC_GROUP128 = QuantKey(
+    torch.float8_e4m3fn,
+    torch.float32,
+    ScaleFormat.FLOAT32,
+    Granularity("group", 128),
+    static=False,
+)
+FP8_DYNAMIC_GROUP128_UE8M0 = QuantKey(
+    torch.float8_e4m3fn, torch.float32, ScaleFormat.UE8M0, Granularity("group", 128), static=False
+)
+MXFP8 = QuantKey(
+    torch.float8_e4m3fn,
+    torch.float8_e8m0fnu,
+    ScaleFormat.UE8M0,
+    Granularity("group", 32),
+    static=False,
+)
+NVFP4 = QuantKey(
+    torch.float4_e2m1fn_x2,
+    torch.float8_e4m3fn,
+    ScaleFormat.E4M3,
+    Granularity("group", 16),
+    static=False,
+    global_scale=True,
+)

@@ -1,0 +1,229 @@
+"""`QuantizedActivation`: codes with their scale, which no raw consumer can mistake for a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+
+from .errors import MalformedActivationError, QuantKeyMismatchError, RawConsumerError
+from .quant_key import QuantKey, ScaleLayout
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class QuantizedActivation:
+    """An activation as a producer emits it: codes and scale, and perhaps the raw tensor beside.
+
+    It is no tensor.  Shape, dtype and device of the activation can be read (model code does so to
+    build views of a linear's *output*); anything that would read values raises
+    `RawConsumerError`, naming the producer and the consumer (I1).
+
+    Attributes:
+        data: the codes, `quant_key.code_shape(orig_shape)`, `quant_key.code_dtype`.
+        scale: `quant_key.scale_shape(orig_shape)`, `quant_key.scale_dtype`; multiplies the codes.
+        orig_dtype: dtype of the activation the codes stand for.
+        orig_shape: its shape (..., K).
+        quant_key: what the codes were quantised for.
+        raw: the unquantised activation of `orig_shape` and `orig_dtype`, where a raw consumer is
+            live and the producer served both; else None.
+        producer: name of what made the codes, for messages.
+        global_scale: float32, one element, for keys that have one.
+
+    Raises:
+        MalformedActivationError: a dtype, shape or device that contradicts the key.
+    """
+
+    data: torch.Tensor
+    scale: torch.Tensor
+    orig_dtype: torch.dtype
+    orig_shape: torch.Size
+    quant_key: QuantKey
+    raw: torch.Tensor | None = None
+    producer: str = "an unnamed producer"
+    global_scale: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "orig_shape", torch.Size(self.orig_shape))
+        reason = self._fault()
+        if reason:
+            raise MalformedActivationError(
+                f"quantised activation of {self.producer} for key {self.quant_key}",
+                reason,
+                "make it with branchline.fusion.quantize or a registered producer",
+            )
+
+    def _fault(self) -> str | None:
+        key = self.quant_key
+        shape = tuple(self.orig_shape)
+        if not shape:
+            return "an activation has at least one dimension"
+        if not self.orig_dtype.is_floating_point or self.orig_dtype.itemsize < 2:
+            return f"the original dtype must be float16, bfloat16 or float32, not {self.orig_dtype}"
+        for what, tensor, dtype, expected in (
+            ("codes", self.data, key.code_dtype, key.code_shape(shape)),
+            ("scale", self.scale, key.scale_dtype, key.scale_shape(shape)),
+            ("raw", self.raw, self.orig_dtype, shape),
+        ):
+            if tensor is None:
+                continue
+            fault = _tensor_fault(what, tensor, dtype, expected, self.data.device)
+            if fault:
+                return fault
+        if key.global_scale != (self.global_scale is not None):
+            return f"the key says global_scale={key.global_scale}"
+        if key.layout == ScaleLayout.COLUMN_MAJOR and not self.scale.mT.is_contiguous():
+            return "the scale is not column-major"
+        return None
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the activation the codes stand for."""
+        return self.orig_shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the activation the codes stand for, not of the codes."""
+        return self.orig_dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the codes."""
+        return self.data.device
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions of the activation."""
+        return len(self.orig_shape)
+
+    def dim(self) -> int:
+        """Number of dimensions of the activation."""
+        return len(self.orig_shape)
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        """Shape of the activation, or one entry of it."""
+        return self.orig_shape if dim is None else self.orig_shape[dim]
+
+    def require_raw(self, consumer: str) -> torch.Tensor:
+        """The raw activation, for `consumer`.
+
+        Raises:
+            RawConsumerError: the producer kept none.
+        """
+        if self.raw is None:
+            self._refuse(consumer)
+        return self.raw
+
+    def _refuse(self, consumer: str) -> NoReturn:
+        raise RawConsumerError(
+            f"{consumer} reads the raw activation",
+            f"{self.producer} emitted only {self.quant_key} codes, since no raw consumer was live "
+            "when this batch was planned",
+            "register the consumer before the batch begins, or route the site with policy='static'",
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> NoReturn:
+        name = torch.overrides.resolve_name(func) or str(func)
+        _find(cls, (*args, *(kwargs or {}).values()))._refuse(name)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if hasattr(torch.Tensor, name):
+            self._refuse(f"torch.Tensor.{name}")
+        raise AttributeError(f"QuantizedActivation has no attribute {name!r}")
+
+    def __repr__(self) -> str:
+        raw = "with raw" if self.raw is not None else "no raw"
+        return (
+            f"QuantizedActivation(shape={tuple(self.orig_shape)}, dtype={self.orig_dtype}, "
+            f"key={self.quant_key}, producer={self.producer!r}, {raw})"
+        )
+
+
+def _refusing_operator(name: str) -> Callable[..., NoReturn]:
+    def operator(self: QuantizedActivation, *_: object) -> NoReturn:
+        self._refuse(f"operator {name}")
+
+    return operator
+
+
+# Python looks operators up on the type, past __getattr__ and __torch_function__.
+for _name in (
+    "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __matmul__ "
+    "__rmatmul__ __pow__ __rpow__ __neg__ __abs__ __getitem__ __setitem__ __lt__ __le__ __gt__ "
+    "__ge__ __bool__ __float__ __int__ __len__ __iter__ __iadd__ __imul__ __array__"
+).split():
+    setattr(QuantizedActivation, _name, _refusing_operator(_name))
+
+
+def _tensor_fault(
+    what: str,
+    tensor: torch.Tensor,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    device: torch.device,
+) -> str | None:
+    if tensor.dtype != dtype:
+        return f"{what} are {tensor.dtype}, expected {dtype}"
+    if tuple(tensor.shape) != shape:
+        return f"{what} have shape {tuple(tensor.shape)}, expected {shape}"
+    if tensor.device != device:
+        return f"{what} lie on {tensor.device}, the codes on {device}"
+    return None
+
+
+def _find(cls: type[QuantizedActivation], values: Any) -> QuantizedActivation:
+    """The first activation among nested arguments; torch hands them over unflattened."""
+    stack = [values]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, (list, tuple)):
+            stack.extend(value)
+        elif isinstance(value, dict):
+            stack.extend(value.values())
+    raise AssertionError("torch dispatched to QuantizedActivation without one among its arguments")
+
+
+def as_quantized_activation(
+    x: torch.Tensor | QuantizedActivation,
+    expected_key: QuantKey | None,
+    *,
+    consumer: str = "linear",
+) -> QuantizedActivation | None:
+    """The contract's one entry for consumers: codes as they are, None for a plain tensor.
+
+    Args:
+        x: what reached the consumer.
+        expected_key: the key the consumer declares; None for one that takes only raw tensors.
+        consumer: its name, for messages.
+
+    Raises:
+        QuantKeyMismatchError: codes for another key.
+        RawConsumerError: codes for a consumer that takes none, or a float8 tensor without scale.
+    """
+    if isinstance(x, QuantizedActivation):
+        if expected_key is None:
+            x._refuse(consumer)
+        if x.quant_key != expected_key:
+            raise QuantKeyMismatchError(
+                f"{consumer} consumes {expected_key}",
+                f"{x.producer} emitted {x.quant_key}",
+                "plan the site again: its consumers changed after the plan was made",
+            )
+        return x
+    if x.dtype.itemsize == 1:
+        raise RawConsumerError(
+            f"{consumer} was handed a bare {x.dtype} tensor",
+            "codes never travel without their scale",
+            "pass a QuantizedActivation",
+        )
+    return None

@@ -1,0 +1,93 @@
+"""The fused step as a function, for models written by hand."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..core.oracle import ActivationSemantics, Semantics
+from ..core.platform import detect_platform
+from ..core.quantized_activation import QuantizedActivation
+from ..core.route import Route
+from ..linear.routed import RoutedLinear
+from .identify import Finding, identify_activation
+from .producers.base import ProducerRequest
+from .registry import REGISTRY
+
+_findings: weakref.WeakKeyDictionary[Any, dict[tuple[torch.dtype, bool], Finding]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def maybe_fused_act_quant(
+    act_fn: Callable[[torch.Tensor], torch.Tensor],
+    x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    linear: RoutedLinear,
+) -> torch.Tensor | QuantizedActivation:
+    """``act_fn(x)``, or ``act_fn(gate) * up``, for `linear`; quantised in one step where right.
+
+    It is right where the linear takes static FP8 codes, nothing in the batch in flight reads the
+    raw activation (I2), `act_fn` is proved equal to a known activation (I4; the proof is kept with
+    the object), and a producer accepts the tensors.  Everywhere else the raw activation comes
+    back, computed by `act_fn` itself; the linear gives the same bytes for either.
+
+    Args:
+        act_fn: a unary activation, as a module or function.
+        x: (..., K), or the pair (gate, up).
+        linear: the consumer, (..., K) to (..., N).
+    """
+    inputs = x if isinstance(x, tuple) else (x,)
+    codes = _codes(act_fn, inputs, linear)
+    if codes is not None:
+        return codes
+    out = act_fn(inputs[0])
+    return out * inputs[1] if len(inputs) == 2 else out
+
+
+def _codes(
+    act_fn: Callable[[torch.Tensor], torch.Tensor],
+    inputs: tuple[torch.Tensor, ...],
+    linear: RoutedLinear,
+) -> QuantizedActivation | None:
+    key, scale = linear.kernel.contract.key, linear.kernel.contract.scale
+    if key is None or scale is None or linear.reads_raw():
+        return None
+    semantics = _semantics(act_fn, inputs)
+    if semantics is None:
+        return None
+    request = ProducerRequest(
+        semantics,
+        key,
+        Route.FUSED,
+        inputs[0].dtype,
+        inputs[0].shape[-1],
+        detect_platform(inputs[0].device),
+    )
+    producer = REGISTRY.select(request).producer
+    if producer is None or not producer.accepts(inputs).ok:
+        return None
+    codes = producer.produce(semantics, inputs, scale)
+    return QuantizedActivation(
+        codes,
+        scale.value,
+        inputs[0].dtype,
+        codes.shape,
+        key,
+        producer=f"{producer.name} {semantics}",
+    )
+
+
+def _semantics(
+    act_fn: Callable[[torch.Tensor], torch.Tensor], inputs: tuple[torch.Tensor, ...]
+) -> Semantics | None:
+    gated, dtype = len(inputs) == 2, inputs[0].dtype
+    proofs = _findings.setdefault(act_fn, {})
+    if (dtype, gated) not in proofs:
+        proofs[dtype, gated] = identify_activation(act_fn, 1, dtype, inputs[0].device)[0]
+    unary = proofs[dtype, gated].semantics
+    if not isinstance(unary, ActivationSemantics):
+        return None
+    return ActivationSemantics(unary.activation, gated)

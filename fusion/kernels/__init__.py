@@ -1,0 +1,1 @@
+"""Triton kernels, one file an op; imported only where one is launched."""

@@ -1,0 +1,179 @@
+"""A short recorded forward: who makes, and who reads, the tensors that reach linears (I3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from ..linear.hooks import hooks_suspended
+from ..linear.routed import RoutedLinear, RowLayout
+
+# Reading shape or kind is no reading of values: QuantizedActivation answers these as well.
+_METADATA = frozenset(
+    f"torch.Tensor.{name}"
+    for name in ("shape.__get__ dtype.__get__ device.__get__ ndim.__get__ size dim".split())
+)
+
+
+@dataclass(eq=False)
+class Reading:
+    """What the recorded forward showed of one tensor.
+
+    Attributes:
+        value: the tensor; held so that its identity is not reused while recording.
+        origin: the innermost module that returned it, by name; "" for an op outside of any.
+        linears: routed linears that read it.
+        passed: modules it was handed to as an argument.
+        others: ops that read it outside of a routed linear, with the module they ran in.
+    """
+
+    value: torch.Tensor
+    origin: str
+    linears: list[RoutedLinear] = field(default_factory=list)
+    passed: dict[str, nn.Module] = field(default_factory=dict)
+    others: list[str] = field(default_factory=list)
+
+
+class _Recorder(TorchFunctionMode):
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__()
+        self.readings: dict[int, Reading] = {}
+        self.inputs: dict[str, torch.Tensor] = {}
+        self._names = names
+        self._stack: list[nn.Module] = []
+        self._linear_inputs: list[int] = []
+
+    def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        self._stack.append(module)
+        name = self._names[id(module)]
+        for value in _tensors((args, kwargs)):
+            reading = self.readings.get(id(value))
+            if reading is not None:
+                reading.passed[name] = module
+        if isinstance(module, RoutedLinear):
+            x = args[0]
+            reading = self.readings.setdefault(id(x), Reading(x, ""))
+            reading.linears.append(module)
+            self.inputs[module.name] = x.detach().clone()
+
+    def leave(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        self._stack.pop()
+        for value in _tensors(output):
+            self.readings.setdefault(id(value), Reading(value, self._names[id(module)]))
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = resolve_name(func) or getattr(func, "__name__", str(func))
+        inside_linear = bool(self._stack) and isinstance(self._stack[-1], RoutedLinear)
+        if name not in _METADATA and not inside_linear:
+            where = self._describe(self._stack[-1]) if self._stack else "the caller"
+            for value in _tensors((args, kwargs)):
+                reading = self.readings.get(id(value))
+                if reading is not None and self._left(reading):
+                    reading.others.append(f"{name} in {where}")
+        return func(*args, **kwargs)
+
+    def _describe(self, module: nn.Module) -> str:
+        return f"{self._names[id(module)] or 'the model'} ({type(module).__qualname__})"
+
+    def _left(self, reading: Reading) -> bool:
+        """Whether the tensor has left its maker: ops inside of it are how it was made."""
+        return all(self._names[id(module)] != reading.origin for module in self._stack)
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, dict):
+        for value in values.values():
+            yield from _tensors(value)
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from _tensors(value)
+
+
+@contextmanager
+def _hooks(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
+    handles = []
+    try:
+        for module in model.modules():
+            handles.append(
+                module.register_forward_pre_hook(recorder.enter, with_kwargs=True, prepend=True)
+            )
+            handles.append(module.register_forward_hook(recorder.leave, with_kwargs=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """Everything one recorded forward showed.
+
+    Attributes:
+        readings: one for every tensor that a routed linear read.
+        inputs: each linear's input.
+    """
+
+    readings: tuple[Reading, ...]
+    inputs: Mapping[str, torch.Tensor]
+
+
+def record(model: nn.Module, inputs: Mapping[str, Any]) -> Recording:
+    """Run `model(**inputs)` once and see who reads what."""
+    recorder = _Recorder({id(module): name for name, module in model.named_modules()})
+    # Foreign hooks are readers on their own account, and may come and go: the plan asks for them.
+    with torch.no_grad(), hooks_suspended(model), _hooks(model, recorder), recorder:
+        output = model(**inputs)
+    for value in _tensors(dict(output) if isinstance(output, Mapping) else output):
+        reading = recorder.readings.get(id(value))
+        if reading is not None:
+            reading.others.append("the model's output")
+    readings = tuple(reading for reading in recorder.readings.values() if reading.linears)
+    return Recording(readings, recorder.inputs)
+
+
+def row_layouts(
+    model: nn.Module, inputs: Mapping[str, torch.Tensor], first: Recording
+) -> dict[str, RowLayout]:
+    """Where each linear's input keeps the rows of the batch, shown by changing one row.
+
+    Args:
+        model: as recorded.
+        inputs: tensors of two rows or more, batch first.
+        first: the recording of these inputs.
+    """
+    rows = next(iter(inputs.values())).shape[0]
+    changed = {name: _change_last_row(value) for name, value in inputs.items()}
+    second = record(model, changed)
+    return {name: _layout(x, second.inputs.get(name), rows) for name, x in first.inputs.items()}
+
+
+def _change_last_row(value: torch.Tensor) -> torch.Tensor:
+    value = value.clone()
+    if value.dtype == torch.bool or value.unique().numel() < 2:
+        return value
+    value[-1] = value[-1].flip(-1)
+    return value
+
+
+def _layout(x: torch.Tensor, other: torch.Tensor | None, rows: int) -> RowLayout:
+    if other is None or x.shape != other.shape:
+        return RowLayout.UNKNOWN
+    if x.dim() >= 2 and x.shape[0] == rows:
+        kept, layout = x.shape[0] - 1, RowLayout.ROWS
+    elif x.dim() == 2 and x.shape[0] % rows == 0:
+        kept, layout = x.shape[0] // rows * (rows - 1), RowLayout.FLAT
+    else:
+        return RowLayout.UNKNOWN
+    same = torch.equal(x[:kept], other[:kept])
+    return layout if same and not torch.equal(x[kept:], other[kept:]) else RowLayout.UNKNOWN

@@ -1,0 +1,68 @@
+"""The batch in flight: which row uses which slot, and the ready plan that its layers obey.
+
+The choice belongs to the batch, not to the model: it travels in a context variable, so two
+threads (or two tasks) with two batches of one model never see each other's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Protocol
+
+import torch
+
+
+class BatchPlan(Protocol):
+    """What layers and sites read of a plan: ready-made integers, no decisions."""
+
+    @property
+    def routes(self) -> tuple[int, ...]:
+        """Route by site index."""
+        ...
+
+    @property
+    def branched(self) -> tuple[bool, ...]:
+        """By layer index: whether some adapter of the batch has a branch there."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """One batch of one model.
+
+    Attributes:
+        plan: the frozen plan for the adapters of this batch.
+        rows: number of rows, or None for a batch of base rows only (any number of rows).
+        slots: int64 (rows,), the slot of each row, -1 for none; None where `rows` is None.
+        masks: bool (layers, rows), whether the row's adapter has a branch on the layer; None
+            where `rows` is None.
+    """
+
+    plan: BatchPlan
+    rows: int | None = None
+    slots: torch.Tensor | None = None
+    masks: torch.Tensor | None = None
+
+
+_active: ContextVar[Mapping[int, Batch]] = ContextVar(
+    "branchline_batches", default=MappingProxyType({})
+)
+
+
+def active_batch(owner: int) -> Batch | None:
+    """The batch in flight of the model `owner` in this context, if any."""
+    return _active.get().get(owner)
+
+
+@contextmanager
+def batch_scope(owner: int, batch: Batch) -> Iterator[None]:
+    """Make `batch` the one in flight of `owner`; restores the previous one whatever happens."""
+    token = _active.set(MappingProxyType({**_active.get(), owner: batch}))
+    try:
+        yield
+    finally:
+        _active.reset(token)

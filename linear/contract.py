@@ -1,0 +1,62 @@
+"""What a linear tells its producer: the key it consumes and its static scale."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from ..core.oracle import check_static_scale
+from ..core.quant_key import QuantKey
+
+
+@dataclass(frozen=True, eq=False)
+class InputScale:
+    """A calibrated per-tensor input scale; read-only.
+
+    Attributes:
+        value: float32, shape (1,), on the consumer's device.
+    """
+
+    value: torch.Tensor
+
+    @classmethod
+    def checked(cls, scale: torch.Tensor | float | None, subject: str) -> InputScale:
+        """Validate a scale for the layer `subject`.
+
+        Raises:
+            ScaleError: absent, non-positive, not finite or of more than one element.
+        """
+        return cls(check_static_scale(scale, subject))
+
+    @cached_property
+    def reciprocal(self) -> float:
+        """``1 / scale``, rounded once to float32: what activations are multiplied with."""
+        return self.value.reciprocal().item()
+
+    @cached_property
+    def number(self) -> float:
+        """The scale as a Python float, for comparison and display."""
+        return self.value.item()
+
+
+@dataclass(frozen=True, eq=False)
+class InputContract:
+    """What a linear consumes.
+
+    Attributes:
+        key: the quantised input it takes, or None for one that takes only raw activations.
+        scale: its static scale; None for a dynamic key or no key.
+    """
+
+    key: QuantKey | None
+    scale: InputScale | None = None
+
+    def same_input(self, other: InputContract) -> bool:
+        """Whether codes made for one are, to the bit, codes for the other."""
+        if self.key != other.key:
+            return False
+        if self.scale is None or other.scale is None:
+            return self.scale is other.scale
+        return self.scale.number == other.scale.number

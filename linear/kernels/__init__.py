@@ -1,0 +1,1 @@
+"""Base matmul kernels, one file each."""

@@ -1,0 +1,25 @@
+"""The unquantised linear: the model's own module, behind the kernel interface."""
+
+from __future__ import annotations
+
+import torch
+
+from ...core.quantized_activation import QuantizedActivation, as_quantized_activation
+from ..contract import InputContract
+from ..weights import LinearModule, linear_shape
+from .base import LinearKernel
+
+
+class FloatLinear(LinearKernel):
+    """Runs the wrapped module as it is; consumes no quantised input."""
+
+    name = "float"
+
+    def __init__(self, module: LinearModule) -> None:
+        self.module = module
+        self.contract = InputContract(key=None)
+        self.out_features, self.in_features = linear_shape(module)
+
+    def apply(self, x: torch.Tensor | QuantizedActivation, consumer: str) -> torch.Tensor:
+        as_quantized_activation(x, None, consumer=consumer)
+        return self.module(x)

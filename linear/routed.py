@@ -1,0 +1,146 @@
+"""The linear that replaces a model's own: a base kernel, and a place for adapter branches."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from ..core.errors import BatchError
+from ..core.quantized_activation import QuantizedActivation
+from . import ops
+from .batch import Batch
+from .hooks import global_hook_names, hook_names
+from .kernels.base import LinearKernel
+
+
+class RowLayout(StrEnum):
+    """Where the rows of a batch lie in a layer's input; found by a recorded forward."""
+
+    ROWS = "rows"
+    FLAT = "flat"
+    UNKNOWN = "unknown"
+
+
+class Branch(Protocol):
+    """What all live adapters add to one linear."""
+
+    def add(
+        self, out: torch.Tensor, raw: torch.Tensor, slots: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        """`out` (rows, ..., N) plus each masked row's branch of `raw` (rows, ..., K)."""
+        ...
+
+
+class BatchSource(Protocol):
+    """Where a layer asks for the batch in flight."""
+
+    def current_batch(self) -> Batch:
+        """The batch of this context, or the base batch."""
+        ...
+
+
+class RoutedLinear(nn.Module):
+    """A base linear with adapter branches, fed by raw activations or by a producer's codes.
+
+    Args:
+        name: full name in the model.
+        index: position in the registry.
+        kernel: the base multiplication.
+        source: answers for the batch in flight.
+        dtype: dtype of the activations it is fed.
+        device: where its weights lie.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        index: int,
+        kernel: LinearKernel,
+        source: BatchSource,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.device = device
+        self.name = name
+        self.index = index
+        self.kernel = kernel
+        self.branch: Branch | None = None
+        self.row_layout = RowLayout.ROWS
+        self._source = source
+        self.handle = ops.register(self)
+
+    @property
+    def takes_branches(self) -> bool:
+        """Whether an adapter can attach here: it must be known where the batch's rows lie."""
+        return self.row_layout != RowLayout.UNKNOWN
+
+    @property
+    def in_features(self) -> int:
+        """K."""
+        return self.kernel.in_features
+
+    @property
+    def out_features(self) -> int:
+        """N."""
+        return self.kernel.out_features
+
+    def forward(self, x: torch.Tensor | QuantizedActivation) -> torch.Tensor:
+        """(..., K) to (..., N): the base linear and the branches of this batch's rows."""
+        if torch.compiler.is_compiling():
+            return ops.routed_linear(x, self.handle, self.out_features)
+        return self.run(x)
+
+    def reads_raw(self) -> bool:
+        """Whether something reads this layer's input raw in the batch in flight (I2)."""
+        batch = self._source.current_batch()
+        hooked = hook_names(self) or global_hook_names()
+        return batch.plan.branched[self.index] or bool(hooked)
+
+    def current_routes(self) -> tuple[int, ...]:
+        """Route by site index, of the batch in flight."""
+        return self._source.current_batch().plan.routes
+
+    def run(self, x: torch.Tensor | QuantizedActivation) -> torch.Tensor:
+        """The forward outside of a compiled graph."""
+        batch = self._source.current_batch()
+        out = self.kernel.apply(x, self.name)
+        if not batch.plan.branched[self.index]:
+            return out
+        raw = x.require_raw(self.name) if isinstance(x, QuantizedActivation) else x
+        return self._add_branch(out, raw, batch)
+
+    def _add_branch(self, out: torch.Tensor, raw: torch.Tensor, batch: Batch) -> torch.Tensor:
+        assert self.branch is not None
+        assert batch.slots is not None
+        assert batch.masks is not None
+        rows = batch.slots.shape[0]
+        if not self._fits(raw, rows):
+            raise BatchError(
+                f"layer '{self.name}'",
+                f"its input has shape {tuple(raw.shape)} but the batch names {rows} rows",
+                "name one adapter (or None) for every row of the batch",
+            )
+        flat = self.row_layout == RowLayout.FLAT
+        if flat:
+            raw, out_rows = raw.unflatten(0, (rows, -1)), out.unflatten(0, (rows, -1))
+        else:
+            out_rows = out
+        added = self.branch.add(out_rows, raw, batch.slots, batch.masks[self.index])
+        return added.flatten(0, 1) if flat else added
+
+    def _fits(self, raw: torch.Tensor, rows: int) -> bool:
+        if self.row_layout == RowLayout.FLAT:
+            return rows > 0 and raw.dim() == 2 and raw.shape[0] % rows == 0
+        return raw.shape[0] == rows
+
+    def extra_repr(self) -> str:
+        """One line for `print(model)`."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"kernel={self.kernel.name}, key={self.kernel.contract.key}"
+        )

@@ -1,0 +1,90 @@
+"""Which modules are linears we understand, and their weights on the FP8 grid."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+from transformers.pytorch_utils import Conv1D
+
+from ..core.errors import ScaleError
+from ..core.oracle import quantize_token
+
+LinearModule = nn.Linear | Conv1D
+
+
+def linear_refusal(module: nn.Module) -> str | None:
+    """Why `module` cannot be wrapped; None where it can.  Looks at behaviour, not at names."""
+    cls = type(module)
+    if not isinstance(module, (nn.Linear, Conv1D)):
+        return f"{cls.__qualname__} is neither nn.Linear nor transformers' Conv1D"
+    parent = nn.Linear if isinstance(module, nn.Linear) else Conv1D
+    if cls.forward is not parent.forward or "forward" in vars(module):
+        return f"{cls.__qualname__} has a forward of its own"
+    if parametrize.is_parametrized(module):
+        return f"{cls.__qualname__} computes its weight by a parametrization"
+    weight: torch.Tensor = module.weight
+    if not weight.dtype.is_floating_point or weight.dtype.itemsize < 2:
+        return f"its weight is {weight.dtype}"
+    if weight.is_meta:
+        return "its weight lies on the meta device"
+    return None
+
+
+def linear_shape(module: LinearModule) -> tuple[int, int]:
+    """(N, K) of an `nn.Linear` or a `Conv1D`, whose weight is stored transposed."""
+    if isinstance(module, Conv1D):
+        return module.weight.shape[1], module.weight.shape[0]
+    return module.out_features, module.in_features
+
+
+def float_weight(module: LinearModule) -> torch.Tensor:
+    """The weight as (N, K)."""
+    weight = module.weight.detach()
+    return weight.t() if isinstance(module, Conv1D) else weight
+
+
+def find_linears(model: nn.Module) -> tuple[dict[str, LinearModule], dict[str, str]]:
+    """The linears of `model` that can be wrapped, and why the others cannot; by name."""
+    found: dict[str, LinearModule] = {}
+    refused: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear | Conv1D):
+            continue
+        reason = linear_refusal(module)
+        if reason is None:
+            found[name] = module
+        else:
+            refused[name] = reason
+    return found, refused
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedWeight:
+    """FP8 weight.
+
+    Attributes:
+        codes: float8_e4m3fn (N, K).
+        scale: float32 (N, 1); multiplies the codes.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    @classmethod
+    def from_float(cls, weight: torch.Tensor, subject: str) -> QuantizedWeight:
+        """Quantise (N, K) with one scale an output channel.
+
+        Raises:
+            ScaleError: the weight holds NaN or infinities.
+        """
+        if not bool(weight.isfinite().all()):
+            raise ScaleError(subject, "its weight holds NaN or inf", "mend the checkpoint")
+        codes, scale = quantize_token(weight.contiguous())
+        return cls(codes, scale)
+
+    def dequantize(self) -> torch.Tensor:
+        """float32 (N, K)."""
+        return self.codes.float() * self.scale

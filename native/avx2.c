@@ -1,0 +1,108 @@
+/* The kernels for AVX2: vectors of eight lanes. */
+#include "branchline_native.h"
+
+#if defined(BL_X86)
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC target("avx2,fma,f16c")
+#endif
+#include <immintrin.h>
+#include <string.h>
+
+#define BL_KERNELS bl_kernels_avx2
+#define BL_INLINE static inline __attribute__((always_inline))
+
+enum { LANES = 8 };
+typedef __m256 vf;
+typedef __m256i vi;
+typedef struct {
+    __m256d low, high;
+} vacc;
+
+BL_INLINE vf v_set(float x) { return _mm256_set1_ps(x); }
+BL_INLINE vi vi_set(int32_t x) { return _mm256_set1_epi32(x); }
+BL_INLINE vi v_bits(vf x) { return _mm256_castps_si256(x); }
+BL_INLINE vf v_from_bits(vi x) { return _mm256_castsi256_ps(x); }
+
+BL_INLINE vi vi_load(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
+BL_INLINE void vi_store(void *p, vi x) { _mm256_storeu_si256((__m256i *)p, x); }
+
+BL_INLINE void vi_store_halves(void *p, vi x)
+{
+    x = _mm256_and_si256(x, _mm256_set1_epi32(0xFFFF)); /* the packing saturates */
+    __m128i low = _mm256_castsi256_si128(x), high = _mm256_extracti128_si256(x, 1);
+    _mm_storeu_si128((__m128i *)p, _mm_packus_epi32(low, high));
+}
+
+BL_INLINE void v_store(float *p, vf x) { _mm256_storeu_ps(p, x); }
+
+BL_INLINE vi vi_load_bytes(const uint8_t *p)
+{
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
+}
+
+BL_INLINE vf v_add(vf a, vf b) { return _mm256_add_ps(a, b); }
+BL_INLINE vf v_sub(vf a, vf b) { return _mm256_sub_ps(a, b); }
+BL_INLINE vf v_mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
+BL_INLINE vf v_div(vf a, vf b) { return _mm256_div_ps(a, b); }
+BL_INLINE vf v_mul_add(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
+BL_INLINE vf v_max(vf a, vf b) { return _mm256_max_ps(a, b); }
+BL_INLINE vf v_min(vf a, vf b) { return _mm256_min_ps(a, b); }
+BL_INLINE vf v_from_int(vi x) { return _mm256_cvtepi32_ps(x); }
+
+BL_INLINE float v_reduce_max(vf x)
+{
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+
+BL_INLINE vi vi_and(vi a, vi b) { return _mm256_and_si256(a, b); }
+BL_INLINE vi vi_or(vi a, vi b) { return _mm256_or_si256(a, b); }
+BL_INLINE vi vi_add(vi a, vi b) { return _mm256_add_epi32(a, b); }
+BL_INLINE vi vi_and_or(vi a, vi mask, vi c) { return vi_or(vi_and(a, mask), c); }
+BL_INLINE vi vi_min(vi a, vi b) { return _mm256_min_epi32(a, b); }
+BL_INLINE vi vi_max(vi a, vi b) { return _mm256_max_epi32(a, b); }
+
+BL_INLINE vi vi_if_gt(vi a, vi b, vi then, vi otherwise)
+{
+    return _mm256_blendv_epi8(otherwise, then, _mm256_cmpgt_epi32(a, b));
+}
+
+BL_INLINE vi vi_if_nan(vf x, vi then, vi otherwise)
+{
+    vi nan = v_bits(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    return _mm256_blendv_epi8(otherwise, then, nan);
+}
+
+#define vi_shl(x, n) _mm256_slli_epi32(x, n)
+#define vi_shr(x, n) _mm256_srli_epi32(x, n)
+
+BL_INLINE vacc acc_zero(void)
+{
+    return (vacc){_mm256_setzero_pd(), _mm256_setzero_pd()};
+}
+
+BL_INLINE vacc acc_square(vacc acc, vf x)
+{
+    __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(x));
+    __m256d high = _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));
+    return (vacc){_mm256_fmadd_pd(low, low, acc.low), _mm256_fmadd_pd(high, high, acc.high)};
+}
+
+BL_INLINE double acc_sum(vacc acc)
+{
+    double lanes[4];
+    _mm256_storeu_pd(lanes, _mm256_add_pd(acc.low, acc.high));
+    return (lanes[0] + lanes[1]) + (lanes[2] + lanes[3]);
+}
+
+#include "kernels.h"
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+
+#endif

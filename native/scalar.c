@@ -1,0 +1,88 @@
+/* The kernels for any processor: vectors of one lane. */
+#include <string.h>
+
+#include "branchline_native.h"
+
+#define BL_KERNELS bl_kernels_scalar
+#define BL_INLINE static inline __attribute__((always_inline))
+
+enum { LANES = 1 };
+typedef float vf;
+typedef uint32_t vi;
+typedef double vacc;
+
+BL_INLINE vf v_set(float x) { return x; }
+BL_INLINE vi vi_set(int32_t x) { return (vi)x; }
+
+BL_INLINE vi v_bits(vf x)
+{
+    vi bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+BL_INLINE vf v_from_bits(vi bits)
+{
+    vf x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+BL_INLINE vi vi_load(const void *p)
+{
+    vi x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+
+BL_INLINE void vi_store(void *p, vi x) { memcpy(p, &x, sizeof x); }
+
+BL_INLINE void vi_store_halves(void *p, vi x)
+{
+    uint16_t half = (uint16_t)x;
+    memcpy(p, &half, sizeof half);
+}
+
+BL_INLINE void v_store(float *p, vf x) { *p = x; }
+BL_INLINE vi vi_load_bytes(const uint8_t *p) { return *p; }
+
+BL_INLINE vf v_add(vf a, vf b) { return a + b; }
+BL_INLINE vf v_sub(vf a, vf b) { return a - b; }
+BL_INLINE vf v_mul(vf a, vf b) { return a * b; }
+BL_INLINE vf v_div(vf a, vf b) { return a / b; }
+/* Two roundings: fmaf() without the instruction is a slow library call.  exp allows for it. */
+BL_INLINE vf v_mul_add(vf a, vf b, vf c) { return a * b + c; }
+BL_INLINE vf v_from_int(vi x) { return (float)(int32_t)x; }
+BL_INLINE float v_reduce_max(vf x) { return x; }
+
+BL_INLINE vi vi_and(vi a, vi b) { return a & b; }
+BL_INLINE vi vi_or(vi a, vi b) { return a | b; }
+BL_INLINE vi vi_add(vi a, vi b) { return a + b; }
+BL_INLINE vi vi_and_or(vi a, vi mask, vi c) { return (a & mask) | c; }
+
+/* Masks, for the compiler to make vectors of: branches on random data cost more than the rest. */
+BL_INLINE vi vi_select(vi condition, vi then, vi otherwise)
+{
+    vi mask = 0u - condition;
+    return (then & mask) | (otherwise & ~mask);
+}
+
+BL_INLINE vi vi_min(vi a, vi b) { return vi_select(a < b, a, b); }
+BL_INLINE vi vi_max(vi a, vi b) { return vi_select(a > b, a, b); }
+BL_INLINE vf v_max(vf a, vf b) { return v_from_bits(vi_select(a > b, v_bits(a), v_bits(b))); }
+BL_INLINE vf v_min(vf a, vf b) { return v_from_bits(vi_select(a < b, v_bits(a), v_bits(b))); }
+
+BL_INLINE vi vi_if_gt(vi a, vi b, vi then, vi otherwise)
+{
+    return vi_select(a > b, then, otherwise);
+}
+
+BL_INLINE vi vi_if_nan(vf x, vi then, vi otherwise) { return vi_select(x != x, then, otherwise); }
+#define vi_shl(x, n) ((x) << (n))
+#define vi_shr(x, n) ((x) >> (n))
+
+BL_INLINE vacc acc_zero(void) { return 0.0; }
+BL_INLINE vacc acc_square(vacc acc, vf x) { return acc + (double)x * (double)x; }
+BL_INLINE double acc_sum(vacc acc) { return acc; }
+
+#include "kernels.h"

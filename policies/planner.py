@@ -1,0 +1,167 @@
+"""The planner: makes a plan for a set of adapters, and keeps it until the epoch advances."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+
+from ..core.platform import Platform
+from ..core.route import Route
+from ..fusion.producers.base import ProducerRequest
+from ..fusion.registry import ProducerRegistry, Selection
+from ..fusion.site import Site
+from ..linear.contract import InputContract
+from ..linear.registry import LayerRegistry, RawReader
+from .plan import Plan, SitePlan
+from .policy import Choice, Policy, SiteState
+
+_KEPT_PLANS = 1024
+
+
+class Planner:
+    """Plans for sets of adapters, made once each.
+
+    Args:
+        registry: the layers and who reads them raw.
+        sites: in the order of their index.
+        producers: what may be chosen.
+        platform: facts about the device.
+        policy: chooses among the possible routes.
+        adapters_possible: whether an adapter can ever be loaded (slots exist).
+        force: name of the only producer that may be chosen, or None.
+    """
+
+    def __init__(
+        self,
+        registry: LayerRegistry,
+        sites: tuple[Site, ...],
+        producers: ProducerRegistry,
+        platform: Platform,
+        policy: Policy,
+        *,
+        adapters_possible: bool,
+        force: str | None = None,
+    ) -> None:
+        self.registry = registry
+        self.sites = sites
+        self.platform = platform
+        self.policy = policy
+        self._producers = producers
+        self._adapters_possible = adapters_possible
+        self._force = force
+        self._plans: OrderedDict[tuple, Plan] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def plan(self, live: Mapping[int, str], policy: Policy | None = None) -> Plan:
+        """The plan for batches whose rows use exactly the adapters `live`.
+
+        Args:
+            live: identity of each loaded version -> its name.
+            policy: plan by another policy than the planner's own, for the audit.
+
+        Raises:
+            KernelUnavailableError: the forced producer cannot run for a site.
+        """
+        policy = policy or self.policy
+        key = (self.registry.epoch, policy.name, frozenset(live), self.registry.hooks_unseen())
+        with self._lock:
+            found = self._plans.get(key)
+            if found is not None:
+                self._plans.move_to_end(key)
+                return found
+        made = self._make(live, policy, epoch=key[0])
+        with self._lock:
+            self._plans[key] = made
+            while len(self._plans) > _KEPT_PLANS:
+                self._plans.popitem(last=False)
+        return made
+
+    def _make(self, live: Mapping[int, str], policy: Policy, epoch: int) -> Plan:
+        planned = [self._plan_site(site, live, policy) for site in self.sites]
+        return Plan(
+            epoch=epoch,
+            policy=policy.name,
+            adapters=tuple(sorted(live.values())),
+            sites=tuple(plan for plan, _ in planned),
+            routes=tuple(plan.route for plan, _ in planned),
+            producers=tuple(selection.producer for _, selection in planned),
+            branched=tuple(
+                not live.keys().isdisjoint(self.registry.branches(layer)) for layer in self.registry
+            ),
+        )
+
+    def _plan_site(
+        self, site: Site, live: Mapping[int, str], policy: Policy
+    ) -> tuple[SitePlan, Selection]:
+        readers = self.registry.raw_readers(site.layers[0], live.keys())
+        obstacle = self.obstacle(site)
+        if obstacle:
+            choice = Choice(Route.UNFUSED, obstacle)
+        else:
+            choice = policy.choose(SiteState(readers, self._may_carry_adapters(site)))
+        selection = Selection(None)
+        if choice.route != Route.UNFUSED:
+            selection = self._select(site, choice.route)
+            if selection.producer is None:
+                choice = Choice(Route.UNFUSED, selection.reason)
+        return _site_plan(site, choice, selection, readers), selection
+
+    def obstacle(self, site: Site) -> str:
+        """Why the site can never be fused, whatever adapters are live; empty if it can."""
+        facts = site.facts
+        if facts.semantics is None:
+            return facts.reason
+        if facts.other_readers:
+            return f"also read by {', '.join(facts.other_readers)}"
+        contracts = [layer.kernel.contract for layer in site.layers]
+        if any(contract.key is None for contract in contracts):
+            names = [
+                f"{layer.name} (kernel {layer.kernel.name})"
+                for layer in site.layers
+                if layer.kernel.contract.key is None
+            ]
+            return f"takes no quantised input: {', '.join(names)}"
+        for layer, contract in zip(site.layers, contracts, strict=True):
+            if not contracts[0].same_input(contract):
+                return (
+                    f"consumers disagree: {site.layers[0].name} takes {_describe(contracts[0])}, "
+                    f"{layer.name} takes {_describe(contract)}"
+                )
+        return ""
+
+    def _may_carry_adapters(self, site: Site) -> bool:
+        return self._adapters_possible and any(layer.takes_branches for layer in site.layers)
+
+    def _select(self, site: Site, route: Route) -> Selection:
+        key, semantics = site.contract.key, site.facts.semantics
+        assert key is not None
+        assert semantics is not None
+        request = ProducerRequest(
+            semantics, key, route, site.facts.dtype, site.facts.columns, self.platform
+        )
+        return self._producers.select(request, self._force)
+
+
+def _describe(contract: InputContract) -> str:
+    if contract.scale is None:
+        return str(contract.key)
+    return f"{contract.key} with scale {contract.scale.number:g}"
+
+
+def _site_plan(
+    site: Site, choice: Choice, selection: Selection, readers: tuple[RawReader, ...]
+) -> SitePlan:
+    chosen = selection.producer
+    blame = dict.fromkeys(reader.name for reader in readers if reader.kind == "branch")
+    return SitePlan(
+        site=site.facts.name,
+        route=choice.route,
+        reason=choice.reason,
+        producer=chosen.name if chosen else "",
+        emulated=chosen.emulated if chosen else False,
+        rejected=selection.rejected,
+        key=site.contract.key,
+        raw_readers=tuple(str(reader) for reader in readers),
+        blame=tuple(blame),
+    )

@@ -1,0 +1,79 @@
+"""Fusion policies: which route a site takes, from what is live."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+from ..core.errors import ConfigError
+from ..core.route import Route
+from ..linear.registry import RawReader
+
+
+class Choice(NamedTuple):
+    """A policy's answer for one site."""
+
+    route: Route
+    reason: str
+
+
+@dataclass(frozen=True)
+class SiteState:
+    """What a policy may look at.
+
+    Attributes:
+        raw_readers: who reads the site's output raw in this batch.
+        may_carry_adapters: some consumer could take an adapter branch, now or ever.
+    """
+
+    raw_readers: tuple[RawReader, ...]
+    may_carry_adapters: bool
+
+
+class Policy(ABC):
+    """Chooses a route for a site that could be fused; pure."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def choose(self, state: SiteState) -> Choice:
+        """The route, and why."""
+
+
+class DynamicPolicy(Policy):
+    """Fused unless a raw consumer is live for this batch."""
+
+    name = "dynamic"
+
+    def choose(self, state: SiteState) -> Choice:
+        if state.raw_readers:
+            readers = ", ".join(str(reader) for reader in state.raw_readers)
+            return Choice(Route.UNFUSED, f"read raw by {readers}")
+        return Choice(Route.FUSED, "no raw reader is live")
+
+
+class StaticPolicy(Policy):
+    """A layer that may ever carry an adapter is never fused: what engines do today."""
+
+    name = "static"
+
+    def choose(self, state: SiteState) -> Choice:
+        if state.may_carry_adapters:
+            return Choice(Route.UNFUSED, "a consumer may carry an adapter (policy static)")
+        return DynamicPolicy().choose(state)
+
+
+_POLICIES: dict[str, type[Policy]] = {cls.name: cls for cls in (StaticPolicy, DynamicPolicy)}
+
+
+def make_policy(name: str) -> Policy:
+    """The policy called `name`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name not in _POLICIES:
+        known = ", ".join(sorted(_POLICIES))
+        raise ConfigError(f"policy {name!r}", "is not known", f"choose one of: {known}")
+    return _POLICIES[name]()

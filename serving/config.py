@@ -1,0 +1,97 @@
+"""The one configuration model; the library's keywords and the command line both come from it."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from ..core.errors import ConfigError
+from ..policies.policy import make_policy
+
+
+class Quant(StrEnum):
+    """What the linears consume."""
+
+    NONE = "none"
+    FP8_STATIC = "fp8-static"
+    FP8_DYNAMIC = "fp8-dynamic"
+
+
+class LoraDtype(StrEnum):
+    """Dtype of the adapter slots."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+    def resolve(self, model_dtype: torch.dtype) -> torch.dtype:
+        """The torch dtype; "auto" is the model's."""
+        return model_dtype if self is LoraDtype.AUTO else getattr(torch, self.value)
+
+
+class WrapConfig(BaseModel):
+    """How a model is wrapped.  Field descriptions are the command line's help."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    quant: Annotated[
+        Quant,
+        Field(description="What the linears consume; fp8-static needs calibration prompts."),
+    ] = Quant.FP8_DYNAMIC
+    policy: Annotated[
+        str, Field(description="Fusion policy: dynamic, or static (never fuse where LoRA may be).")
+    ] = "dynamic"
+    max_loras: Annotated[
+        int, Field(ge=0, description="How many adapters fit at once; 0 switches adapters off.")
+    ] = 8
+    max_lora_rank: Annotated[
+        int, Field(ge=1, le=1024, description="Highest LoRA rank that fits a slot.")
+    ] = 16
+    lora_dtype: Annotated[
+        LoraDtype, Field(description="Dtype of the adapter slots; auto is the model's.")
+    ] = LoraDtype.AUTO
+    percentile: Annotated[
+        float,
+        Field(
+            gt=0.0,
+            le=100.0,
+            description="Share of input magnitudes (percent) that a static scale must cover.",
+        ),
+    ] = 100.0
+    quantize_lm_head: Annotated[bool, Field(description="Quantise the output head too.")] = False
+    ignore: Annotated[
+        tuple[str, ...],
+        Field(description="Linears to leave unquantised: full names, * and ? match."),
+    ] = ()
+    producer: Annotated[
+        str | None,
+        Field(description="Force one producer (triton, native, eager); refuses if it cannot run."),
+    ] = None
+
+    @field_validator("policy")
+    @classmethod
+    def _known_policy(cls, value: str) -> str:
+        make_policy(value)
+        return value
+
+    @classmethod
+    def checked(cls, **settings: object) -> WrapConfig:
+        """Build from keywords.
+
+        Raises:
+            ConfigError: an unknown setting, or a value out of range.
+        """
+        try:
+            return cls.model_validate(settings)
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = ".".join(str(part) for part in first["loc"]) or "settings"
+            raise ConfigError(
+                f"setting {name}={first.get('input')!r}",
+                first["msg"],
+                f"known settings: {', '.join(cls.model_fields)}",
+            ) from error

@@ -1,0 +1,191 @@
+"""The served model: what `wrap` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..adapters.manager import AdapterManager
+from ..core.errors import BatchError, ConfigError
+from ..fusion.discover import Discovery
+from ..linear.batch import active_batch, batch_scope
+from ..linear.calibration import Calibration
+from ..linear.registry import LayerRegistry
+from ..policies.audit import AuditReport, audit
+from ..policies.planner import Planner
+from .config import WrapConfig
+
+
+class ServedModel(nn.Module):
+    """A model with routed linears, adapters and an audit.
+
+    Call it, or `generate` with it, as the model it wraps.  Rows take adapters inside of
+    ``with served.adapters.rows([...])`` or by ``adapter_names=[...]``; without either, all rows
+    are base rows.
+
+    Attributes:
+        model: the wrapped transformers model.
+        settings: how it was wrapped.
+        registry: its routed linears.
+        planner: makes the plans.
+        adapters: load, swap, unload, list, rows.
+        discovery: the sites.
+        calibration: the observed input ranges; None without static scales.  `save` them to wrap
+            the same model again without prompts.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: WrapConfig,
+        registry: LayerRegistry,
+        planner: Planner,
+        adapters: AdapterManager,
+        discovery: Discovery,
+        calibration: Calibration | None,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.settings = settings
+        self.registry = registry
+        self.planner = planner
+        self.adapters = adapters
+        self.discovery = discovery
+        self.calibration = calibration
+        self.undo = ExitStack()
+        self.training = False
+
+    def __getattr__(self, name: str) -> Any:
+        """Whatever is not ours is the wrapped model's: config, device, get_input_embeddings ..."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("model"), name)
+
+    def forward(
+        self, *args: Any, adapter_names: Sequence[str | None] | None = None, **kwargs: Any
+    ) -> Any:
+        """The wrapped model's forward.
+
+        Args:
+            *args: for the model.
+            adapter_names: one adapter (or None) for every row; instead of `adapters.rows`.
+            **kwargs: for the model.
+
+        Raises:
+            BatchError: the number of rows is not that of the batch.
+        """
+        with self._scope(adapter_names):
+            self._check_rows((*args, *kwargs.values()))
+            return self.model(*args, **kwargs)
+
+    def generate(
+        self, *args: Any, adapter_names: Sequence[str | None] | None = None, **kwargs: Any
+    ) -> Any:
+        """The wrapped model's `generate`; beams and returned sequences follow their row's adapter.
+
+        Args:
+            *args: for the model.
+            adapter_names: one adapter (or None) for every prompt; instead of `adapters.rows`.
+            **kwargs: for the model.
+
+        Raises:
+            BatchError: the number of rows is not that of the batch; or beams, or several returned
+                sequences, inside of `adapters.rows` (name the adapters by `adapter_names` then).
+        """
+        copies = self._copies(kwargs)
+        if adapter_names is not None:
+            adapter_names = [name for name in adapter_names for _ in range(copies)]
+        elif copies > 1 and self._rows() is not None:
+            raise BatchError(
+                f"generate with {copies} sequences a prompt",
+                "rows() names the adapters of the prompts only",
+                "pass adapter_names=[...] to generate instead",
+            )
+        with self._scope(adapter_names):
+            if copies == 1:
+                self._check_rows((*args, *kwargs.values()))
+            generate: Any = self.model.generate
+            return generate(*args, **kwargs)
+
+    def audit(
+        self, adapter_sets: Iterable[Iterable[str]] | None = None, policy: str | None = None
+    ) -> AuditReport:
+        """For every site: who consumes its output, what route it takes for which adapters, why.
+
+        Args:
+            adapter_sets: sets of adapter names to plan for; None for: no adapter, each alone, all.
+            policy: audit as if by this policy; None for the one in force.
+        """
+        return audit(
+            self.planner,
+            self.adapters,
+            self.discovery.unsited,
+            adapter_sets=adapter_sets,
+            policy=policy,
+        )
+
+    def unwrap(self) -> nn.Module:
+        """Give the model its own linears and forwards back; the served model is spent afterwards.
+
+        Raises:
+            ConfigError: adapters are in use by a batch in flight.
+        """
+        busy = [info.name for info in self.adapters.list() if info.batches]
+        if busy:
+            raise ConfigError("unwrap", f"batches in flight use {busy}", "let them end first")
+        self.undo.close()
+        return self.model
+
+    def train(self, mode: bool = True) -> ServedModel:
+        """Only eval mode exists.
+
+        Raises:
+            ConfigError: training was asked for.
+        """
+        if mode:
+            raise ConfigError("train()", "a served model cannot be trained", "unwrap it first")
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> ServedModel:
+        raise ConfigError(
+            "moving or casting a served model",
+            "its codes, scales and slots lie where the model was when it was wrapped",
+            "move the model first, then wrap it",
+        )
+
+    # --- rows -----------------------------------------------------------------------------------
+
+    def _scope(self, adapter_names: Sequence[str | None] | None) -> Any:
+        if adapter_names is not None:
+            return self.adapters.rows(adapter_names)
+        if active_batch(self.registry.owner) is not None:
+            return nullcontext()
+        return batch_scope(self.registry.owner, self.adapters.base_batch())
+
+    def _rows(self) -> int | None:
+        batch = active_batch(self.registry.owner)
+        return None if batch is None else batch.rows
+
+    def _check_rows(self, values: tuple[Any, ...]) -> None:
+        rows = self._rows()
+        first = next((v for v in values if isinstance(v, torch.Tensor) and v.dim() > 1), None)
+        if rows is not None and first is not None and first.shape[0] != rows:
+            raise BatchError(
+                f"a batch of {first.shape[0]} rows",
+                f"but {rows} rows were named",
+                "name one adapter (or None) for every row",
+            )
+
+    def _copies(self, kwargs: dict[str, Any]) -> int:
+        settings = kwargs.get("generation_config") or getattr(self.model, "generation_config", None)
+
+        def setting(name: str) -> int:
+            return kwargs.get(name) or getattr(settings, name, None) or 1
+
+        beams = setting("num_beams")
+        return beams if beams > 1 else setting("num_return_sequences")

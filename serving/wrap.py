@@ -1,0 +1,242 @@
+"""`wrap`: from a transformers (or PEFT) model to one that serves adapters on an FP8 base."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+
+from ..adapters.from_peft import unwrap_peft, weights_from_peft
+from ..adapters.manager import AdapterManager
+from ..adapters.source import AdapterWeights, BaseFacts
+from ..core.errors import CalibrationError, ConfigError, WrapError
+from ..core.platform import detect_platform
+from ..core.quant_key import FP8_DYNAMIC_TOKEN, FP8_STATIC_TENSOR
+from ..fusion import REGISTRY, discover
+from ..linear.calibration import Calibration, Observer, calibrate
+from ..linear.contract import InputContract, InputScale
+from ..linear.hooks import move_hooks
+from ..linear.kernels.emulated import EmulatedFp8Linear
+from ..linear.kernels.float import FloatLinear
+from ..linear.registry import LayerRegistry, Unwrapped
+from ..linear.routed import RoutedLinear
+from ..linear.weights import LinearModule, QuantizedWeight, find_linears, float_weight
+from ..policies.planner import Planner
+from ..policies.policy import make_policy
+from .base_facts import base_facts
+from .config import Quant, WrapConfig
+from .inputs import Prompts, calibration_batches, example_inputs
+from .model import ServedModel
+
+
+def wrap(
+    model: nn.Module,
+    *,
+    calibration: Prompts | Calibration | str | Path | None = None,
+    tokenizer: Any = None,
+    example: Mapping[str, torch.Tensor] | None = None,
+    **settings: Any,
+) -> ServedModel:
+    """Wrap `model` for serving; its linears are replaced in place.
+
+    Args:
+        model: a transformers model, or a `PeftModel` with LoRA adapters, which are taken over.
+        calibration: for quant="fp8-static": prompts (texts, token ids or keyword arguments), or
+            what an earlier calibration saved (a `Calibration` or the path of its file).
+        tokenizer: for prompts that are texts; found beside the model's weights where None.
+        example: keyword arguments of two rows for the recorded forward, where token ids will not
+            do.
+        **settings: fields of `WrapConfig`: quant, policy, max_loras, max_lora_rank, ...
+
+    Returns:
+        the served model: call it, `generate` with it, manage its `adapters`, `audit` it.
+
+    Raises:
+        ConfigError: a setting that cannot work.
+        CalibrationError: static scales without usable calibration.
+        WrapError: a model that cannot be wrapped.
+        AdapterError: an adapter of the `PeftModel` that cannot be served.
+        In every case the model is as it was.
+    """
+    config = WrapConfig.checked(**settings)
+    if not isinstance(model, nn.Module):
+        raise WrapError(f"{type(model).__qualname__}", "is no torch module", "pass a loaded model")
+    if isinstance(model, ServedModel):
+        raise WrapError("the model", "is wrapped already", "unwrap it, or use it as it is")
+    with ExitStack() as undo:
+        served = _Wrapping(model, config, undo).run(calibration, tokenizer, example)
+        served.undo = undo.pop_all()
+    return served
+
+
+class _Wrapping:
+    """One run of `wrap`; every change of the model registers how to take it back."""
+
+    def __init__(self, model: nn.Module, config: WrapConfig, undo: ExitStack) -> None:
+        self.config = config
+        self.undo = undo
+        self.registry = LayerRegistry()
+        self.adapters: dict[str, AdapterWeights] = {}
+        self.training = model.training
+        self.model = self._take_over(model)
+
+    def run(
+        self,
+        calibration: Prompts | Calibration | str | Path | None,
+        tokenizer: Any,
+        example: Mapping[str, torch.Tensor] | None,
+    ) -> ServedModel:
+        self.undo.callback(self.model.train, self.training)
+        self.model.eval()
+        originals = self._route_linears()
+        found = discover(self.model, self.registry, example or example_inputs(self.model))
+        ranges = self._ranges(calibration, tokenizer)
+        self._quantize(originals, ranges)
+        found.install()
+        self.undo.callback(found.uninstall)
+        planner = Planner(
+            self.registry,
+            found.sites,
+            REGISTRY,
+            detect_platform(self._device()),
+            make_policy(self.config.policy),
+            adapters_possible=self.config.max_loras > 0,
+            force=self.config.producer,
+        )
+        manager = self._manager(planner)
+        self.registry.serve_base_batches_from(manager.base_batch)
+        planner.plan({})
+        for name, weights in self.adapters.items():
+            manager.install(name, weights)
+        return ServedModel(self.model, self.config, self.registry, planner, manager, found, ranges)
+
+    # --- steps ----------------------------------------------------------------------------------
+
+    def _take_over(self, model: nn.Module) -> nn.Module:
+        self.base = base_facts(model)
+        if not isinstance(model, PeftModel):
+            return model
+        for name in model.peft_config:
+            self.adapters[name] = weights_from_peft(
+                model, name, self.base, max_rank=self.config.max_lora_rank
+            )
+        peft_layers = {
+            name: module
+            for name, module in model.get_base_model().named_modules()
+            if isinstance(module, BaseTunerLayer) and isinstance(module, nn.Module)
+        }
+        plain, _ = unwrap_peft(model)
+        for name, module in peft_layers.items():
+            self.undo.callback(_replace, plain, name, module)
+        return plain
+
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def _route_linears(self) -> dict[str, LinearModule]:
+        originals, refused = find_linears(self.model)
+        self.registry.unwrapped += [Unwrapped(name, reason) for name, reason in refused.items()]
+        if not originals:
+            raise WrapError(
+                f"model {type(self.model).__qualname__}",
+                "has no linear that can be wrapped",
+                "pass a model with nn.Linear or Conv1D layers",
+            )
+        for index, (name, module) in enumerate(originals.items()):
+            layer = RoutedLinear(
+                name,
+                index,
+                FloatLinear(module),
+                self.registry,
+                module.weight.dtype,
+                module.weight.device,
+            )
+            move_hooks(module, layer)
+            self.undo.callback(move_hooks, layer, module)
+            _replace(self.model, name, layer)
+            self.undo.callback(_replace, self.model, name, module)
+            self.registry.add(layer)
+        return originals
+
+    def _ranges(
+        self, calibration: Prompts | Calibration | str | Path | None, tokenizer: Any
+    ) -> Calibration | None:
+        if self.config.quant != Quant.FP8_STATIC:
+            if calibration is not None:
+                raise ConfigError(
+                    f"quant='{self.config.quant}'",
+                    "has no static scales to calibrate",
+                    "drop the calibration, or use quant='fp8-static'",
+                )
+            return None
+        if calibration is None:
+            raise CalibrationError(
+                "quant='fp8-static'",
+                "needs input scales, but no calibration was given",
+                "pass calibration=prompts (or a saved calibration), or use quant='fp8-dynamic'",
+            )
+        if isinstance(calibration, str | Path):
+            return Calibration.load(calibration)
+        if isinstance(calibration, Calibration):
+            return calibration
+        batches = calibration_batches(self.model, calibration, tokenizer)
+        return calibrate(self.model, self.registry, batches, Observer(self.config.percentile))
+
+    def _quantize(self, originals: dict[str, LinearModule], ranges: Calibration | None) -> None:
+        if self.config.quant == Quant.NONE:
+            return
+        skipped = self._unquantised(originals)
+        for name, module in originals.items():
+            if name in skipped:
+                continue
+            layer = self.registry.layers[name]
+            weight = QuantizedWeight.from_float(float_weight(module), name)
+            contract = InputContract(FP8_DYNAMIC_TOKEN)
+            if ranges is not None:
+                scale = torch.tensor([ranges.input_scale(name)], device=layer.device)
+                contract = InputContract(FP8_STATIC_TENSOR, InputScale.checked(scale, name))
+            layer.kernel = EmulatedFp8Linear(weight, module.bias, contract)
+
+    def _unquantised(self, originals: dict[str, LinearModule]) -> set[str]:
+        skipped = set()
+        for pattern in self.config.ignore:
+            matched = {name for name in originals if fnmatchcase(name, pattern)}
+            if not matched:
+                raise ConfigError(
+                    f"ignore entry {pattern!r}", "matches no linear of the model", "correct it"
+                )
+            skipped |= matched
+        if not self.config.quantize_lm_head and self.base.output_embedding:
+            skipped.add(self.base.output_embedding)
+        return skipped
+
+    def _manager(self, planner: Planner) -> AdapterManager:
+        some_layer = next(iter(self.registry))
+        return AdapterManager(
+            self.registry,
+            self._facts_with_refusals(),
+            max_loras=self.config.max_loras,
+            max_lora_rank=self.config.max_lora_rank,
+            dtype=self.config.lora_dtype.resolve(some_layer.dtype),
+            device=some_layer.device,
+            plan=planner.plan,
+        )
+
+    def _facts_with_refusals(self) -> BaseFacts:
+        refusals: dict[str, str] = {u.name: u.reason for u in self.registry.unwrapped}
+        for layer in self.registry:
+            if not layer.takes_branches:
+                refusals[layer.name] = "its input does not keep the batch's rows apart"
+        return self.base.with_refusals(refusals)
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)

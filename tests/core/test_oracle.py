@@ -1,0 +1,738 @@
+"""The oracle against definitions that share no code with it: fractions, integers, float64."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import struct
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from branchline.core import oracle
+from branchline.core.errors import ScaleError
+from branchline.core.oracle import (
+    ACTIVATIONS,
+    ActivationSemantics,
+    NormSemantics,
+    activate,
+    check_static_scale,
+    quantize,
+    quantize_group,
+    quantize_nvfp4,
+    quantize_static,
+    quantize_token,
+    rms_norm,
+)
+from branchline.core.quant_key import (
+    FP8_DYNAMIC_GROUP128,
+    FP8_DYNAMIC_GROUP128_UE8M0,
+    FP8_DYNAMIC_TOKEN,
+    FP8_STATIC_TENSOR,
+    MXFP8,
+    NVFP4,
+    Granularity,
+    QuantKey,
+    ScaleFormat,
+    ScaleLayout,
+)
+
+INF, NAN = math.inf, math.nan
+FLOOR = 2.0**-40
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+# --- the formats, from their definitions -------------------------------------------------------
+
+
+def e4m3_value(code: int) -> Fraction | float:
+    """OCP E4M3: bias 7, no infinities, NaN is S.1111.111."""
+    sign = -1 if code & 0x80 else 1
+    exponent, mantissa = (code >> 3) & 15, code & 7
+    if exponent == 15 and mantissa == 7:
+        return NAN
+    if exponent == 0:
+        return sign * Fraction(mantissa, 8) * Fraction(1, 64)
+    return sign * (1 + Fraction(mantissa, 8)) * Fraction(2) ** (exponent - 7)
+
+
+E4M3 = [e4m3_value(code) for code in range(0x7F)]
+
+
+def e2m1_value(code: int) -> Fraction:
+    exponent, mantissa = (code >> 1) & 3, code & 1
+    magnitude = Fraction(mantissa, 2)
+    if exponent:
+        magnitude = (1 + magnitude) * Fraction(2) ** (exponent - 1)
+    return -magnitude if code & 8 else magnitude
+
+
+E2M1 = [e2m1_value(code) for code in range(8)]
+
+
+def nearest_even(value: Fraction, grid: list) -> int:
+    """Index of the nearest grid value; on a tie the even index; saturating."""
+    if value >= grid[-1]:
+        return len(grid) - 1
+    low, high = 0, len(grid) - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if grid[middle] <= value:
+            low = middle
+        else:
+            high = middle
+    below, above = value - grid[low], grid[high] - value
+    if below == above:
+        return low if low % 2 == 0 else high
+    return low if below < above else high
+
+
+def sign_bit(value: float) -> int:
+    return struct.unpack("<Q", struct.pack("<d", value))[0] >> 63
+
+
+def e4m3_code(value: float) -> int:
+    if math.isnan(value):
+        return 0x7F
+    magnitude = 0x7E if math.isinf(value) else nearest_even(Fraction(abs(value)), E4M3)
+    return magnitude | (sign_bit(value) << 7)
+
+
+def e2m1_code(value: float) -> int:
+    if math.isnan(value):
+        return 7
+    magnitude = 7 if math.isinf(value) else nearest_even(Fraction(abs(value)), E2M1)
+    return magnitude | (sign_bit(value) << 3)
+
+
+def f32(value: float) -> float:
+    """Rounded once to float32."""
+    with np.errstate(all="ignore"):
+        return float(np.float32(value))
+
+
+def amax(row: list[float], largest: float) -> float:
+    finite = [min(abs(v), largest) for v in row if not math.isnan(v)]
+    return max([FLOOR, *finite])
+
+
+def round_up_power_of_two(value: float) -> float:
+    power = 2.0 ** math.floor(math.log2(value))
+    while power < value:
+        power *= 2
+    while power / 2 >= value:
+        power /= 2
+    return power
+
+
+def scaled(value: float, reciprocal: float) -> float:
+    with np.errstate(all="ignore"):
+        return float(np.float32(value) * np.float32(reciprocal))
+
+
+def bytes_of(codes: torch.Tensor) -> list[int]:
+    return codes.view(torch.uint8).flatten().tolist()
+
+
+def rows_of(x: torch.Tensor) -> list[list[float]]:
+    return x.double().reshape(-1, x.shape[-1]).tolist()
+
+
+def spread(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
+    """Values over many binades, with every special one sprinkled in."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator)
+    x *= 2.0 ** torch.randint(-12, 9, shape, generator=generator)
+    flat = x.view(-1)
+    special = (0.0, -0.0, INF, -INF, NAN, 448.0, 464.0, -465.0, 1e-43, -6e-8)
+    for position, value in enumerate(special):
+        flat[(position * 37 + 5) % flat.numel()] = value
+    return x.to(dtype)
+
+
+# --- e4m3 --------------------------------------------------------------------------------------
+
+
+def test_the_reference_decodes_what_torch_decodes():
+    codes = torch.arange(256, dtype=torch.uint8)
+    decoded = codes.view(torch.float8_e4m3fn).double().tolist()
+    for code, value in enumerate(decoded):
+        expected = e4m3_value(code)
+        if math.isnan(value):
+            assert code & 0x7F == 0x7F
+        else:
+            assert Fraction(value) == expected
+            assert sign_bit(value) == code >> 7
+    assert E4M3[-1] == oracle.FP8_MAX == 448
+
+
+def code_of(value: float, dtype: torch.dtype = torch.float32) -> int:
+    return bytes_of(quantize_static(torch.tensor([value], dtype=dtype), torch.ones(1)))[0]
+
+
+@pytest.mark.parametrize(
+    ("value", "code"),
+    [
+        (0.0, 0x00),
+        (-0.0, 0x80),
+        (448.0, 0x7E),
+        (449.0, 0x7E),
+        (464.0, 0x7E),
+        (465.0, 0x7E),
+        (480.0, 0x7E),
+        (1e30, 0x7E),
+        (INF, 0x7E),
+        (-448.0, 0xFE),
+        (-465.0, 0xFE),
+        (-INF, 0xFE),
+        (NAN, 0x7F),
+        (-NAN, 0x7F),
+        (2.0**-9, 0x01),  # smallest subnormal
+        (2.0**-10, 0x00),  # tie to zero
+        (1.5 * 2.0**-9, 0x02),  # tie to even
+        (2.5 * 2.0**-9, 0x02),
+        (1.0001 * 2.0**-10, 0x01),
+        (-(2.0**-10), 0x80),
+        (7.5 * 2.0**-9, 0x08),  # subnormal to normal
+        (1e-43, 0x00),
+        (-6e-8, 0x80),
+        (17.0, 0x58),  # between 16 and 18: tie to even
+        (19.0, 0x5A),
+        (432.0, 0x7E),  # between 416 and 448
+    ],
+)
+def test_known_codes(value, code):
+    assert e4m3_code(value) == code
+    assert code_of(value) == code
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [1.0, 0.0371], ids=str)
+def test_static_codes_of_all_encodings(dtype, scale):
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    scale = f32(scale)
+    reciprocal = f32(1.0 / scale)
+    memo: dict[float, int] = {}
+    expected = []
+    for value in x.double().tolist():
+        if value not in memo or value == 0 or math.isnan(value):
+            memo[value] = e4m3_code(scaled(value, reciprocal))
+        expected.append(memo[value])
+    assert bytes_of(quantize_static(x, torch.tensor([scale]))) == expected
+
+
+def test_every_midpoint_and_its_neighbours():
+    values = []
+    for low, high in itertools.pairwise(E4M3):
+        middle = np.float32(float((low + high) / 2))
+        values += [
+            float(middle),
+            float(np.nextafter(middle, np.float32(0))),
+            float(np.nextafter(middle, np.float32(1e9))),
+        ]
+    values += [-v for v in values]
+    codes = bytes_of(quantize_static(torch.tensor(values), torch.ones(1)))
+    assert codes == [e4m3_code(v) for v in values]
+
+
+@pytest.mark.parametrize("bits", [0x7F800001, 0xFF800001, 0x7FFFFFFF, 0xFFFFFFFF, 0xFFC00000])
+def test_every_nan_has_one_code(bits):
+    x = torch.from_numpy(np.full(9, bits, dtype=np.uint32).view(np.float32).copy())
+    assert bytes_of(quantize_static(x, torch.ones(1))) == [0x7F] * 9
+    assert bytes_of(quantize_token(x)[0]) == [0x7F] * 9
+
+
+def test_static_multiplies_with_the_rounded_reciprocal():
+    # 1/3 rounds up in float32: a division would give other codes at a boundary.
+    scale = 3.0
+    reciprocal = np.float32(1) / np.float32(3)
+    x = np.linspace(0.01, 1400, 20001, dtype=np.float32)
+    products = (x * reciprocal).astype(np.float64)
+    codes = bytes_of(quantize_static(torch.from_numpy(x), torch.tensor([scale])))
+    assert codes == [e4m3_code(v) for v in products.tolist()]
+
+
+# --- dynamic -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_token(dtype):
+    x = spread(2, 9, 67, dtype=dtype)
+    codes, scale = quantize_token(x)
+    assert scale.shape == (2, 9, 1)
+    largest = float(torch.finfo(dtype).max)
+    expected, scales = [], []
+    for row in rows_of(x):
+        s = f32(f32(amax(row, largest)) / 448)
+        scales.append(s)
+        expected += [e4m3_code(scaled(v, f32(1 / s))) for v in row]
+    assert scale.flatten().tolist() == scales
+    assert bytes_of(codes) == expected
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ue8m0", [False, True])
+@pytest.mark.parametrize("columns", [1, 127, 128, 129, 300])
+def test_groups_and_their_tail(dtype, ue8m0, columns):
+    x = spread(5, columns, dtype=dtype, seed=columns)
+    codes, scale = quantize_group(x, 128, ue8m0=ue8m0)
+    assert scale.shape == (5, -(-columns // 128))
+    largest = float(torch.finfo(dtype).max)
+    expected, scales = [], []
+    for row in rows_of(x):
+        for start in range(0, columns, 128):
+            block = row[start : start + 128]
+            s = f32(f32(amax(block, largest)) / 448)
+            s = round_up_power_of_two(s) if ue8m0 else s
+            scales.append(s)
+            expected += [e4m3_code(scaled(v, f32(1 / s))) for v in block]
+    assert scale.flatten().tolist() == scales
+    assert bytes_of(codes) == expected
+    assert codes.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("factor", "expected"), [(1.0, 1.0), (65 / 64, 2.0), (63 / 64, 1.0), (129 / 128, 2.0)]
+)
+def test_ue8m0_keeps_exact_powers_and_rounds_all_others_up(factor, expected):
+    powers = [2.0**e for e in range(-30, 100)]
+    # A row whose largest element is 448 * v has exactly the scale v.
+    rows = torch.tensor([[v * factor * 448] for v in powers], dtype=torch.float64)
+    assert torch.equal(rows.float().double(), rows)
+    scale = quantize_group(rows.float(), 128, ue8m0=True)[1].flatten()
+    assert scale.tolist() == [v * expected for v in powers]
+
+
+def test_ue8m0_never_saturates_a_finite_element():
+    x = torch.rand(64, 128) * 1000
+    codes, scale = quantize_group(x, 128, ue8m0=True)
+    assert bool((x.amax(-1, keepdim=True) / scale <= 448).all())
+    assert bool((x.amax(-1, keepdim=True) / scale > 223).all())
+    assert bool((torch.log2(scale) % 1 == 0).all())
+    assert (codes.float() * scale - x).abs().max() <= 32 * scale.max() / 2
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, 1e-43, 6e-8, -6e-8, 2.0**-41, FLOOR])
+@pytest.mark.parametrize(
+    "key", [FP8_DYNAMIC_TOKEN, FP8_DYNAMIC_GROUP128, FP8_DYNAMIC_GROUP128_UE8M0, MXFP8], ids=str
+)
+def test_rows_of_nothing_stay_finite(value, key):
+    x = torch.full((2, 130), value)
+    q = quantize(x, key)
+    scale = q.scale.float()
+    assert bool(scale.isfinite().all())
+    assert bool((scale > 0).all())
+    assert bool(scale.reciprocal().isfinite().all())
+    codes = q.data.float()
+    assert bool(codes.isfinite().all())
+    assert bytes_of(q.data)[0] >> 7 == sign_bit(value)
+    if abs(value) >= FLOOR:
+        assert bool(codes.any())
+    if value == 0:
+        assert not bool(codes.any())
+
+
+@pytest.mark.parametrize("key", [FP8_DYNAMIC_TOKEN, FP8_DYNAMIC_GROUP128, MXFP8], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_infinities_and_nan_do_not_spoil_their_row(key, dtype):
+    x = torch.ones(3, 128, dtype=dtype)
+    x[0, 3], x[1, 4], x[2, 5] = INF, -INF, NAN
+    q = quantize(x, key)
+    assert bool(q.scale.float().isfinite().all())
+    codes = q.data.view(torch.uint8)
+    assert codes[0, 3] == 0x7E
+    assert codes[1, 4] == 0xFE
+    assert codes[2, 5] == 0x7F
+    alone = quantize(torch.ones(1, 128, dtype=dtype), key).data.view(torch.uint8)
+    keep = torch.arange(128) != 5
+    assert torch.equal(codes[2][keep], alone[0][keep])
+
+
+def test_a_row_of_nan_has_the_scale_of_a_row_of_zeros():
+    codes, scale = quantize_token(torch.full((1, 5), NAN))
+    assert scale.item() == f32(FLOOR / 448)
+    assert bytes_of(codes) == [0x7F] * 5
+
+
+def test_the_other_rows_do_not_matter():
+    x = spread(6, 200)
+    for quantiser in (quantize_token, lambda t: quantize_group(t, 128, ue8m0=False)):
+        codes, scale = quantiser(x)
+        for row in range(6):
+            one, its_scale = quantiser(x[row : row + 1])
+            assert bytes_of(one) == bytes_of(codes[row])
+            assert torch.equal(its_scale[0], scale[row])
+
+
+@pytest.mark.parametrize("columns", [32, 31, 33, 96, 1])
+def test_mxfp8(columns):
+    x = spread(4, columns, seed=columns)
+    q = quantize(x, MXFP8)
+    assert q.scale.dtype == torch.float8_e8m0fnu
+    largest = float(torch.finfo(torch.bfloat16).max)
+    exponents, expected = [], []
+    for row in rows_of(x):
+        for start in range(0, columns, 32):
+            block = row[start : start + 32]
+            s = round_up_power_of_two(f32(f32(amax(block, largest)) / 448))
+            exponents.append(int(math.log2(s)) + 127)
+            expected += [e4m3_code(scaled(v, 1 / s)) for v in block]
+    assert bytes_of(q.scale) == exponents
+    assert bytes_of(q.data) == expected
+
+
+# --- nvfp4 -------------------------------------------------------------------------------------
+
+
+def test_e2m1_reference_has_the_eight_magnitudes():
+    assert [float(v) for v in E2M1] == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+
+
+def nvfp4(x: torch.Tensor, global_scale: float) -> tuple[list[int], list[int]]:
+    largest = float(torch.finfo(x.dtype).max)
+    packed, scales = [], []
+    for row in rows_of(x):
+        nibbles = []
+        for start in range(0, len(row), 16):
+            block = row[start : start + 16]
+            ideal = f32(f32(f32(amax(block, largest)) / 6) / global_scale)
+            code = e4m3_code(min(max(ideal, 2.0**-9), 448.0))
+            scales.append(code)
+            reciprocal = f32(1 / f32(float(e4m3_value(code)) * global_scale))
+            nibbles += [e2m1_code(scaled(v, reciprocal)) for v in block]
+        nibbles += [0] * (len(nibbles) % 2)
+        packed += [a | (b << 4) for a, b in zip(nibbles[::2], nibbles[1::2], strict=True)]
+    return packed, scales
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [1, 15, 16, 17, 40, 128])
+@pytest.mark.parametrize("global_scale", [1.0, 0.00371, 64.0], ids=str)
+def test_nvfp4(dtype, columns, global_scale):
+    x = spread(3, columns, dtype=dtype, seed=columns)
+    global_scale = f32(global_scale)
+    codes, scale = quantize_nvfp4(x, torch.tensor([global_scale]))
+    assert codes.shape == (3, -(-columns // 2))
+    assert scale.shape == (3, -(-columns // 16))
+    packed, scales = nvfp4(x, global_scale)
+    assert bytes_of(scale) == scales
+    assert bytes_of(codes) == packed
+
+
+def test_nvfp4_ties_go_to_the_even_code():
+    values = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0]
+    x = torch.tensor([values + [-v for v in values]])
+    codes = bytes_of(quantize_nvfp4(x, torch.ones(1))[0])
+    nibbles = [n for byte in codes for n in (byte & 15, byte >> 4)]
+    assert nibbles == [0, 2, 2, 4, 4, 6, 6, 7, 8, 10, 10, 12, 12, 14, 14, 15]
+
+
+def test_nvfp4_first_column_is_the_low_nibble():
+    x = torch.zeros(1, 16)
+    x[0, 0], x[0, 1] = 6.0, -0.5
+    assert bytes_of(quantize_nvfp4(x, torch.ones(1))[0]) == [0x97] + [0] * 7
+
+
+@pytest.mark.parametrize(
+    ("magnitude", "scale"), [(1e6, 448.0), (INF, 448.0), (1e-9, 2.0**-9), (0.0, 2.0**-9)]
+)
+def test_nvfp4_block_scales_are_clamped_before_their_cast(magnitude, scale):
+    x = torch.full((1, 16), magnitude)
+    codes, scales = quantize_nvfp4(x, torch.ones(1))
+    assert scales.float().item() == scale
+    assert set(bytes_of(codes)) == ({0x77} if magnitude > 1 else {0x00})
+
+
+# --- the entry ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        FP8_STATIC_TENSOR,
+        FP8_DYNAMIC_TOKEN,
+        FP8_DYNAMIC_GROUP128,
+        FP8_DYNAMIC_GROUP128_UE8M0,
+        MXFP8,
+        NVFP4,
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("shape", [(7,), (0, 40), (3, 0), (1, 1), (2, 3, 129)], ids=str)
+def test_quantize_serves_every_named_key_and_shape(key, shape):
+    x = torch.randn(shape, dtype=torch.float32).to(torch.float16)
+    q = quantize(
+        x,
+        key,
+        static_scale=torch.tensor([0.5]) if key.static else None,
+        global_scale=torch.tensor([0.5]) if key.global_scale else None,
+        raw=True,
+    )
+    assert q.quant_key is key
+    assert q.shape == x.shape
+    assert q.dtype == torch.float16
+    assert q.raw is x
+    assert q.data.shape == key.code_shape(shape)
+    assert q.scale.shape == key.scale_shape(shape)
+
+
+def test_strided_and_expanded_input_gives_the_same_bytes():
+    x = spread(6, 260)
+    views = [x[:, ::2], x[::2], x.t(), x[:1].expand(4, 260), x.unflatten(0, (2, 3)).mT]
+    for view in views:
+        for key in (FP8_DYNAMIC_TOKEN, FP8_DYNAMIC_GROUP128, MXFP8):
+            a, b = quantize(view, key), quantize(view.contiguous(), key)
+            assert bytes_of(a.data) == bytes_of(b.data)
+            assert bytes_of(a.scale.contiguous()) == bytes_of(b.scale.contiguous())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layout": ScaleLayout.COLUMN_MAJOR},
+        {"layout": ScaleLayout.SWIZZLE_128X4},
+        {"row_multiple": 4},
+        {"scale_multiple": 4},
+    ],
+    ids=str,
+)
+def test_layouts_that_are_not_written_are_refused(changes):
+    key = QuantKey(
+        torch.float8_e4m3fn,
+        torch.float32,
+        ScaleFormat.FLOAT32,
+        Granularity("group", 128),
+        static=False,
+        **changes,
+    )
+    with pytest.raises(NotImplementedError, match="group128"):
+        quantize(torch.ones(4, 128), key)
+
+
+BAD_SCALES = [
+    None,
+    0.0,
+    -0.0,
+    -1.0,
+    INF,
+    -INF,
+    NAN,
+    1e-45,
+    1e-39,
+    1e39,
+    torch.tensor([]),
+    torch.ones(2),
+    torch.tensor([0.0]),
+    torch.tensor(NAN),
+    torch.tensor([1e-300], dtype=torch.float64),
+]
+
+
+@pytest.mark.parametrize("scale", BAD_SCALES, ids=str)
+def test_bad_scales_are_refused_by_name(scale):
+    for attempt in (
+        lambda: check_static_scale(scale, "layers.3.down_proj"),
+        lambda: quantize(
+            torch.ones(1, 16), FP8_STATIC_TENSOR, static_scale=scale, producer="layers.3.down_proj"
+        ),
+        lambda: quantize(
+            torch.ones(1, 16), NVFP4, global_scale=scale, producer="layers.3.down_proj"
+        ),
+    ):
+        with pytest.raises(ScaleError, match=r"layers\.3\.down_proj"):
+            attempt()
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [0.25, torch.tensor(0.25), torch.tensor([[0.25]], dtype=torch.float64), torch.tensor([0.25])],
+    ids=str,
+)
+def test_good_scales_become_one_float32(scale):
+    value = check_static_scale(scale, "x")
+    assert value.dtype == torch.float32
+    assert value.shape == (1,)
+    assert value.item() == 0.25
+
+
+def test_the_whole_range_of_usable_scales_gives_finite_codes():
+    for scale in (1.2e-38, 1e-20, 1e20, 3e38):
+        codes = quantize_static(torch.tensor([0.0, 1.0, -1.0, 3e38]), torch.tensor([scale]))
+        assert bool(codes.float().isfinite().all())
+
+
+# --- activations -------------------------------------------------------------------------------
+
+
+def gelu_tanh(x: float) -> float:
+    inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
+    return 0.5 * x * (1 + math.tanh(inner))
+
+
+REFERENCE = {
+    "identity": lambda x: x,
+    "relu": lambda x: max(x, 0.0),
+    "relu2": lambda x: max(x, 0.0) ** 2,
+    "silu": lambda x: x / (1 + math.exp(-x)) if x > -700 else 0.0,
+    "gelu_tanh": gelu_tanh,
+    "gelu_erf": lambda x: 0.5 * x * math.erfc(-x / math.sqrt(2)),
+}
+
+
+def finite_range(dtype: torch.dtype) -> torch.Tensor:
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    x = x.view(torch.bfloat16 if dtype == torch.float32 else dtype)[::5].to(dtype)
+    return x[x.abs() < 3e4]
+
+
+def test_every_activation_has_a_reference():
+    assert set(REFERENCE) == set(ACTIVATIONS)
+
+
+@pytest.mark.parametrize("name", REFERENCE)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_activation_is_within_half_an_ulp_of_float64(name, dtype):
+    x = finite_range(dtype)
+    out = activate(ActivationSemantics(name, gated=False), x)
+    assert out.dtype == dtype
+    exact = torch.tensor([REFERENCE[name](v) for v in x.double().tolist()], dtype=torch.float64)
+    info = torch.finfo(dtype)
+    # float32 arithmetic on the way is allowed a few float32 ulps (absolute near gelu's cancelling
+    # tail), the boundary itself half an ulp.
+    binade = 2.0 ** exact.abs().clamp(min=info.tiny).log2().floor()
+    half_ulp = 0.5 * info.eps * binade
+    on_the_way = 8 * 2.0**-24 * exact.abs() + 2.0**-22 * x.double().abs().clamp(max=8)
+    if dtype == torch.float32:
+        on_the_way += 4 * 2.0**-24 * exact.abs()
+    finite = exact.abs() < info.max
+    assert bool(((out.double() - exact).abs() <= half_ulp + on_the_way)[finite].all())
+
+
+@pytest.mark.parametrize("name", ["identity", "relu", "relu2"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_exact_activations_are_rounded_once_to_even(name, dtype):
+    x = finite_range(dtype)
+    exact = np.array([REFERENCE[name](v) for v in x.double().tolist()])
+    # float32 holds the square of either dtype, so the rounding is the only one.
+    expected = torch.from_numpy(exact.astype(np.float32)).to(dtype)
+    assert torch.equal(activate(ActivationSemantics(name, gated=False), x), expected)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_special_values(name):
+    x = torch.tensor([NAN, INF, 0.0], dtype=torch.bfloat16)
+    out = activate(ActivationSemantics(name, gated=False), x)
+    assert out[0].isnan()
+    # torch's own vectorised erf makes a NaN of an infinity, and so does the model's module.
+    assert out[1] == INF or (name == "gelu_erf" and out[1].isnan())
+    assert out[2] == 0
+
+
+def round_bf16(value: float) -> float:
+    """Round to nearest even, eight significant bits, by integers."""
+    if value == 0 or math.isinf(value) or math.isnan(value):
+        return value
+    _, exponent = math.frexp(value)
+    unit = Fraction(2) ** (max(exponent, -125) - 8)
+    return float(round(Fraction(value) / unit) * unit)
+
+
+def test_gated_activation_rounds_twice():
+    generator = torch.Generator().manual_seed(3)
+    gate = (torch.randn(4000, generator=generator) * 4).bfloat16()
+    up = (torch.randn(4000, generator=generator) * 4).bfloat16()
+    out = activate(ActivationSemantics("relu2", gated=True), gate, up).double().tolist()
+    once = 0
+    for g, u, value in zip(gate.double().tolist(), up.double().tolist(), out, strict=True):
+        square = f32(max(g, 0.0) ** 2)
+        assert value == round_bf16(round_bf16(square) * u)
+        once += value != round_bf16(square * u)
+    assert once > 100, "the probe does not tell one rounding from two"
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gated_is_the_rounded_unary_times_up(name, dtype):
+    gate, up = spread(40, 33, dtype=dtype, seed=1), spread(40, 33, dtype=dtype, seed=2)
+    unary = activate(ActivationSemantics(name, gated=False), gate)
+    gated = activate(ActivationSemantics(name, gated=True), gate, up)
+    with np.errstate(all="ignore"):
+        product = unary.float().numpy() * up.float().numpy()
+    expected = torch.from_numpy(product).to(dtype)
+    assert gated.dtype == dtype
+    assert torch.equal(gated.isnan(), expected.isnan())
+    known = ~expected.isnan()
+    assert torch.equal(gated[known], expected[known])
+
+
+def test_semantics_print_as_registry_names():
+    assert str(ActivationSemantics("silu", gated=True)) == "silu_mul"
+    assert str(ActivationSemantics("silu", gated=False)) == "silu"
+    assert str(NormSemantics("gemma", 1e-6)) == "rms_norm[gemma]"
+
+
+# --- norms -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["llama", "gemma"])
+@pytest.mark.parametrize("columns", [1, 7, 64, 1000])
+@pytest.mark.parametrize("magnitude", [1e-4, 1.0, 200.0], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_against_float64(order, columns, magnitude, dtype):
+    generator = torch.Generator().manual_seed(columns)
+    x = (torch.randn(6, columns, generator=generator) * magnitude).to(dtype)
+    weight = (torch.rand(columns, generator=generator) * 2 - 0.5).to(dtype)
+    out = rms_norm(NormSemantics(order, 1e-5), x, weight)
+    assert out.dtype == dtype
+    wide, w = x.double().numpy(), weight.double().numpy()
+    normed = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5)
+    expected = normed * (1 + w) if order == "gemma" else normed * w
+    eps = torch.finfo(dtype).eps
+    roundings = 1 if order == "gemma" else 2
+    tolerance = np.abs(expected) * (roundings * eps / 2 * 1.01 + 2.0**-21)
+    tolerance += torch.finfo(dtype).tiny
+    assert (np.abs(out.double().numpy() - expected) <= tolerance).all()
+
+
+def test_llama_order_rounds_before_the_weight_and_gemma_does_not():
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(64, 256, generator=generator).bfloat16()
+    weight = (torch.rand(256, generator=generator) + 0.5).bfloat16()
+    wide, w = x.double().numpy(), weight.double().numpy()
+    normed = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6)
+    to_bf16 = np.vectorize(round_bf16)
+    twice = to_bf16(to_bf16(normed) * w)
+    once = to_bf16(normed * (1 + w))
+    llama = rms_norm(NormSemantics("llama", 1e-6), x, weight).double().numpy()
+    gemma = rms_norm(NormSemantics("gemma", 1e-6), x, weight).double().numpy()
+    # float32 on the way moves the odd element over a rounding boundary.
+    assert (llama == twice).mean() > 0.999
+    assert (gemma == once).mean() > 0.999
+    assert (to_bf16(normed * w) != twice).mean() > 0.05, "the probe tells nothing"
+
+
+@pytest.mark.parametrize("order", ["llama", "gemma"])
+def test_norm_of_a_row_does_not_depend_on_the_batch_or_the_strides(order):
+    semantics = NormSemantics(order, 1e-6)
+    x = spread(9, 130)[:, :129].nan_to_num(1.0, 2.0, -2.0)
+    weight = torch.linspace(0.5, 1.5, 129).bfloat16()
+    whole = rms_norm(semantics, x, weight)
+    for row in range(9):
+        assert torch.equal(
+            rms_norm(semantics, x[row : row + 1].contiguous(), weight)[0], whole[row]
+        )
+    shuffled = torch.randperm(129, generator=torch.Generator().manual_seed(0))
+    permuted = rms_norm(semantics, x[:, shuffled].contiguous(), weight[shuffled])
+    assert torch.equal(permuted, whole[:, shuffled])
+
+
+def test_norm_of_zeros_is_zero_and_nan_stays_in_its_row():
+    x = torch.zeros(3, 8, dtype=torch.bfloat16)
+    x[1, 2] = NAN
+    x[2] = 1.0
+    out = rms_norm(NormSemantics("llama", 1e-6), x, torch.ones(8, dtype=torch.bfloat16))
+    assert not out[0].any()
+    assert bool(out[1].isnan().all())
+    assert bool((out[2] == 1).all())

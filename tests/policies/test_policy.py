@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from branchline.core.errors import ConfigError
+from branchline.core.route import Route
+from branchline.linear.registry import RawReader
+from branchline.policies.policy import DynamicPolicy, SiteState, StaticPolicy, make_policy
+
+BRANCH = RawReader("branch", "sql", "layers.3.mlp.down_proj")
+HOOK = RawReader("hook", "log_inputs", "layers.3.mlp.up_proj")
+
+
+@pytest.mark.parametrize("may_carry", [False, True])
+def test_dynamic_fuses_unless_a_reader_is_live(may_carry):
+    policy = DynamicPolicy()
+    assert policy.choose(SiteState((), may_carry)).route is Route.FUSED
+    assert policy.choose(SiteState((BRANCH,), may_carry)).route is Route.UNFUSED
+    assert policy.choose(SiteState((HOOK,), may_carry)).route is Route.UNFUSED
+
+
+def test_dynamic_names_adapter_hook_and_layer():
+    reason = DynamicPolicy().choose(SiteState((BRANCH, HOOK), True)).reason
+    for part in ("sql", "layers.3.mlp.down_proj", "log_inputs", "layers.3.mlp.up_proj"):
+        assert part in reason
+    assert DynamicPolicy().choose(SiteState((), True)).reason
+
+
+def test_static_never_fuses_what_may_carry_an_adapter():
+    policy = StaticPolicy()
+    choice = policy.choose(SiteState((), True))
+    assert choice.route is Route.UNFUSED
+    assert "static" in choice.reason
+    assert policy.choose(SiteState((BRANCH,), True)).route is Route.UNFUSED
+    assert policy.choose(SiteState((), False)).route is Route.FUSED
+    assert policy.choose(SiteState((HOOK,), False)).route is Route.UNFUSED
+    assert "log_inputs" in policy.choose(SiteState((HOOK,), False)).reason
+
+
+@pytest.mark.parametrize(("name", "cls"), [("dynamic", DynamicPolicy), ("static", StaticPolicy)])
+def test_policies_by_name(name, cls):
+    policy = make_policy(name)
+    assert type(policy) is cls
+    assert policy.name == name
+
+
+@pytest.mark.parametrize("name", ["", "Dynamic", "fastest", " static"])
+def test_unknown_policies_are_refused_with_the_known_ones(name):
+    with pytest.raises(ConfigError, match=r"dynamic.*static") as caught:
+        make_policy(name)
+    assert repr(name) in str(caught.value)
+
+
+def test_a_policy_sees_a_frozen_state():
+    state = SiteState((BRANCH,), True)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        state.raw_readers = ()

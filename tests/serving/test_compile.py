@@ -1,0 +1,76 @@
+"""`torch.compile`: one frame for all token counts, and no recompile when adapters move."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from tests.models import token_ids
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("family_name", ["llama", "phi3", "nemotron", "gemma3"])
+def test_one_frame_for_an_mlp_whatever_is_live(make_family, family_name):
+    family = make_family(family_name)
+    served = family.served()
+    mlp = served.model.model.layers[0].mlp
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(mlp, fullgraph=True, dynamic=True, backend=counter)
+    for tokens in (17, 31, 63):
+        x = torch.randn(3, tokens, 64).to(torch.bfloat16)
+        assert torch.equal(compiled(x), mlp(x))
+        for names in (["mlp", None, "all"], ["attn", "attn", None], [None, None, None]):
+            with served.adapters.rows(names):
+                assert torch.equal(compiled(x), mlp(x))
+    served.adapters.swap("mlp", family.folders["all"])
+    served.adapters.unload("all")
+    with served.adapters.rows(["mlp", None, "attn"]):
+        assert torch.equal(compiled(x), mlp(x))
+    assert counter.frame_count == 1
+
+
+def test_the_whole_model_compiles_once(llama):
+    served = llama.served()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(served.model, fullgraph=True, dynamic=True, backend=counter)
+    ids = token_ids(3, 9)
+    frames = None
+    for names in ([None] * 3, ["attn", None, "mlp"], ["all", "all", "all"]):
+        with served.adapters.rows(names):
+            assert torch.equal(compiled(ids).logits, served.model(ids).logits)
+        frames = frames or counter.frame_count
+    assert counter.frame_count == frames
+
+
+def test_inductor_gives_the_same_bytes(llama):
+    served = llama.served()
+    mlp = served.model.model.layers[0].mlp
+    compiled = torch.compile(mlp, fullgraph=True, dynamic=True)
+    x = torch.randn(3, 17, 64).to(torch.bfloat16)
+    with served.adapters.rows(["mlp", None, "all"]):
+        assert torch.equal(compiled(x), mlp(x))
+
+
+def test_custom_ops_pass_opcheck(llama):
+    served = llama.served()
+    site = served.discovery.sites[0]
+    layer = site.layers[0]
+    gate, up = (torch.randn(2, 5, 128).to(torch.bfloat16) for _ in range(2))
+    # A site writes one of its two outputs.  The fourth check compares both, so it is left to the
+    # tests above, which compare what is computed from the written one.
+    torch.library.opcheck(
+        torch.ops.branchline.site.default,
+        ([gate, up], site.handle),
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+    )
+    torch.library.opcheck(
+        torch.ops.branchline.routed_linear.default,
+        (gate, None, layer.handle, -1, layer.out_features),
+    )
