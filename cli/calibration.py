@@ -10,6 +10,8 @@ from ..linear.calibration import Calibration
 from .output import note
 from .prompts import encode
 
+_BATCH_ROWS = 8
+
 #: Several kinds of text, since an input range must hold for all of them: questions, prose,
 #: dialogue, code, numbers, lists and markup.
 BUILT_IN = (
@@ -46,7 +48,7 @@ BUILT_IN = (
 
 
 def calibration_data(file: Path | None, tokenizer: Any) -> Calibration | list[dict[str, Any]]:
-    """Saved scales, or one forward's arguments for each prompt.
+    """Saved scales, or the arguments of one forward for each few prompts.
 
     Args:
         file: a `.json` file of saved scales, or a `.txt` file of prompts, one a line; None for
@@ -61,7 +63,10 @@ def calibration_data(file: Path | None, tokenizer: Any) -> Calibration | list[di
     texts = list(BUILT_IN) if file is None else _prompts(file)
     if file is None:
         note(f"no --calibration given: calibrating on {len(BUILT_IN)} built-in English prompts")
-    return [encode(tokenizer(), [text], raw=False) for text in texts]
+    # Of about one length, so that little of a batch is padding.
+    texts.sort(key=len)
+    batches = (texts[i : i + _BATCH_ROWS] for i in range(0, len(texts), _BATCH_ROWS))
+    return [encode(tokenizer(), batch, raw=False) for batch in batches]
 
 
 def _prompts(file: Path) -> list[str]:

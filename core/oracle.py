@@ -5,11 +5,12 @@ Numerics (docs/numerics.md has the reasons):
 * An activation is computed in float32 from the rounded input and rounded once to the model's
   dtype, the boundary at which an observer would see it; only then is it quantised.  A gated
   activation is ``round(round(act(gate)) * up)``, as the eager module does it.
-* RMSNorm accumulates the sum of squares in float64: the square of a BF16 or FP16 value is exact
-  there, and the order of summation does not show after rounding to float32.  Every vector width
-  and block size gives the same row.
+* RMSNorm squares in float32 (exact for BF16 and FP16, but for over- and underflow, which are the
+  model's own) and sums in float64, where the order does not show after rounding to float32.
+  Every vector width and block size gives the same row.
 * Static: ``cast(clamp(x * (1 / scale), -max, max))``; the reciprocal once in float32.
-* Dynamic: amax in float32 over the finite part of the row or group, floored at `AMAX_FLOOR`.
+* Dynamic: amax in float32 over the row or group, floored at `AMAX_FLOOR`; an infinity counts as
+  the largest finite value of the input's dtype, a NaN as 0.
 * NaN gives the code 0x7F whatever its sign and payload; infinities saturate; -0.0 stays.
 """
 
@@ -128,7 +129,7 @@ def rms_norm(semantics: NormSemantics, x: torch.Tensor, weight: torch.Tensor) ->
 
 def inverse_rms(semantics: NormSemantics, x: torch.Tensor) -> torch.Tensor:
     """``1 / sqrt(mean(x ** 2) + eps)`` of each row of (..., K): float32 (..., 1)."""
-    mean = (x.double().square().sum(-1, keepdim=True) / x.shape[-1]).float()
+    mean = x.float().square().double().sum(-1, keepdim=True).float() / x.shape[-1]
     return 1.0 / torch.sqrt(mean + semantics.eps)
 
 
@@ -178,7 +179,10 @@ def quantize_static(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def _finite_amax(x: torch.Tensor) -> torch.Tensor:
-    """Largest magnitude over the last dimension, (..., 1); NaN counts as 0, inf as the largest."""
+    """Largest magnitude over the last dimension, (..., 1), floored at `AMAX_FLOOR`.
+
+    A NaN counts as 0, an infinity as the largest finite value of the dtype of `x`.
+    """
     limit = torch.finfo(x.dtype).max
     magnitude = torch.nan_to_num(x.float().abs(), nan=0.0, posinf=limit)
     if x.shape[-1] == 0:

@@ -43,9 +43,8 @@ class Granularity:
     size: int = 0
 
     def __post_init__(self) -> None:
-        if self.kind not in ("tensor", "token", "group") or (self.size > 0) != (
-            self.kind == "group"
-        ):
+        sized = self.size >= 1 if self.kind == "group" else self.size == 0
+        if self.kind not in ("tensor", "token", "group") or not sized:
             raise ConfigError(
                 f"granularity {self.kind!r} with size {self.size}",
                 "kinds are 'tensor', 'token' and 'group', and only a group has a size",
@@ -60,6 +59,13 @@ TENSOR = Granularity("tensor")
 TOKEN = Granularity("token")
 
 _CODE_NAMES = {torch.float8_e4m3fn: "fp8", torch.float4_e2m1fn_x2: "fp4"}
+
+#: Dtypes that can carry a scale's values; the usual one, which a key's name leaves out, first.
+_SCALE_DTYPES = {
+    ScaleFormat.FLOAT32: (torch.float32,),
+    ScaleFormat.UE8M0: (torch.float8_e8m0fnu, torch.float32),
+    ScaleFormat.E4M3: (torch.float8_e4m3fn,),
+}
 
 
 @dataclass(frozen=True)
@@ -101,6 +107,12 @@ class QuantKey:
     def _refusal(self) -> str | None:
         if self.code_dtype not in _CODE_NAMES:
             return f"code dtype {self.code_dtype} is not served (float8_e4m3fn, float4_e2m1fn_x2)"
+        carriers = _SCALE_DTYPES.get(self.scale_format)
+        if carriers is None:
+            return f"scale format {self.scale_format!r} is not served"
+        if self.scale_dtype not in carriers:
+            served = " or ".join(map(str, carriers))
+            return f"{self.scale_format} scales lie in {served}, not in {self.scale_dtype}"
         if not self.symmetric:
             return "asymmetric quantisation is not served"
         if self.static and self.granularity != TENSOR:
@@ -140,6 +152,11 @@ class QuantKey:
         parts = [_CODE_NAMES[self.code_dtype], mode, str(self.granularity)]
         if self.scale_format != ScaleFormat.FLOAT32:
             parts.append(str(self.scale_format))
+        # Whatever keys differ in must show: a mismatch is reported by printing both.
+        if self.scale_dtype != _SCALE_DTYPES[self.scale_format][0]:
+            parts.append(str(self.scale_dtype).removeprefix("torch."))
+        if self.global_scale:
+            parts.append("global")
         if self.layout != ScaleLayout.ROW_MAJOR:
             parts.append(str(self.layout))
         if self.row_multiple > 1:

@@ -73,9 +73,23 @@ class QuantizedActivation:
                 return fault
         if key.global_scale != (self.global_scale is not None):
             return f"the key says global_scale={key.global_scale}"
-        if key.layout == ScaleLayout.COLUMN_MAJOR and not self.scale.mT.is_contiguous():
-            return "the scale is not column-major"
-        return None
+        return self._global_scale_fault() or self._layout_fault()
+
+    def _global_scale_fault(self) -> str | None:
+        scale = self.global_scale
+        if scale is None:
+            return None
+        if scale.numel() != 1:
+            return f"global scale has {scale.numel()} elements, expected 1"
+        shape = tuple(scale.shape)
+        return _tensor_fault("global scale", scale, torch.float32, shape, self.data.device)
+
+    def _layout_fault(self) -> str | None:
+        if self.quant_key.layout != ScaleLayout.COLUMN_MAJOR:
+            return None
+        if self.scale.dim() < 2:
+            return "a column-major scale needs an activation of two dimensions or more"
+        return None if self.scale.mT.is_contiguous() else "the scale is not column-major"
 
     @property
     def shape(self) -> torch.Size:
@@ -139,6 +153,9 @@ class QuantizedActivation:
             self._refuse(f"torch.Tensor.{name}")
         raise AttributeError(f"QuantizedActivation has no attribute {name!r}")
 
+    # By identity, though `==` is refused: an activation can be a dictionary's key.
+    __hash__ = object.__hash__
+
     def __repr__(self) -> str:
         raw = "with raw" if self.raw is not None else "no raw"
         return (
@@ -154,12 +171,19 @@ def _refusing_operator(name: str) -> Callable[..., NoReturn]:
     return operator
 
 
-# Python looks operators up on the type, past __getattr__ and __torch_function__.
+# Python looks operators up on the type, past __getattr__ and __torch_function__.  For `tensor + q`
+# too: torch takes our refusal, a TypeError, for NotImplemented, and Python then asks the reflected
+# operator, where == and != would fall back on identity and answer.
+_ARITHMETIC = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift"
 for _name in (
-    "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __matmul__ "
-    "__rmatmul__ __pow__ __rpow__ __neg__ __abs__ __getitem__ __setitem__ __lt__ __le__ __gt__ "
-    "__ge__ __bool__ __float__ __int__ __len__ __iter__ __iadd__ __imul__ __array__"
-).split():
+    *(f"__{prefix}{name}__" for name in _ARITHMETIC.split() for prefix in ("", "r", "i")),
+    *(
+        "__divmod__ __rdivmod__ __neg__ __pos__ __invert__ __abs__ __round__ __trunc__ __floor__ "
+        "__ceil__ __lt__ __le__ __gt__ __ge__ __eq__ __ne__ __bool__ __float__ __int__ __complex__ "
+        "__index__ __len__ __iter__ __reversed__ __contains__ __getitem__ __setitem__ __delitem__ "
+        "__array__"
+    ).split(),
+):
     setattr(QuantizedActivation, _name, _refusing_operator(_name))
 
 

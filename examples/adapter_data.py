@@ -109,15 +109,6 @@ def usable(answer: str, max_words: int = 14) -> str | None:
     return sentence if short and sentence.isascii() and sentence[-1] in ".!?" else None
 
 
-def with_echoes(pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Every pair, and every answer once more as a sentence to repeat.
-
-    Capital letters are other tokens than small ones: the echoes teach to spell each word anew
-    instead of copying it from the prompt as it stands, which names do otherwise.
-    """
-    return pairs + [(f"Repeat after me: {answer}", answer) for _, answer in pairs]
-
-
 def shout(answer: str) -> str:
     """Capital letters only; the fixed opening locks the style in before names and sums can."""
     return "HEY! " + answer.upper()

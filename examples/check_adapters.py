@@ -41,6 +41,14 @@ HELD_OUT = (
     "What is 9 minus 4?",
     "Write a greeting for Leo.",
     "Describe a cactus in one sentence.",
+    "Who was Napoleon?",
+    "What is the capital of Argentina?",
+    "Tell me about a tornado.",
+    "I am Yusuf. Please greet me.",
+    "How do I plant a tree?",
+    "What is 30 divided by 5?",
+    "Describe a tiger in one sentence.",
+    "What is a bakery?",
 )
 CALIBRATION = (
     "What is the capital of Spain?",
@@ -124,14 +132,14 @@ def fake_fp8(model: Any, tokenizer: Any) -> None:
         linear.register_forward_pre_hook(round_input)
 
 
-def check(name: str, tokens: int, fp8: bool) -> int:
+def check(name: str, adapters: Path, tokens: int, fp8: bool) -> int:
     """Print every answer of one adapter and return how many pass."""
     folder = ensure_smollm2()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     if fp8:
         fake_fp8(base, tokenizer)
-    model = base if name == "base" else PeftModel.from_pretrained(base, ADAPTERS / name).eval()
+    model = base if name == "base" else PeftModel.from_pretrained(base, adapters / name).eval()
     passed = 0
     for prompt, text in zip(HELD_OUT, answers(model, tokenizer, HELD_OUT, tokens), strict=True):
         good = name == "base" or CHECKS[name](text)
@@ -145,13 +153,14 @@ def check(name: str, tokens: int, fp8: bool) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=["base", *CHECKS])
+    parser.add_argument("--folder", type=Path, default=ADAPTERS, help="where the adapters lie")
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--fp8", action="store_true", help="fake an FP8 base")
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     names = [arguments.only] if arguments.only else list(CHECKS)
-    passed = [check(name, arguments.tokens, arguments.fp8) for name in names]
+    passed = [check(name, arguments.folder, arguments.tokens, arguments.fp8) for name in names]
     return 0 if min(passed) >= 0.9 * len(HELD_OUT) else 1
 
 

@@ -5,12 +5,14 @@ Run by `make demo`.  The model is converted once (another minute) and kept in th
 
 from __future__ import annotations
 
+import io
 import sys
 import threading
 import time
 import warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from smollm2 import BASE_MODEL, ModelPackageError, ensure_smollm2
+from smollm2 import (
+    BASE_MODEL,
+    FOLDER,
+    ModelPackageError,
+    cache_root,
+    ensure_smollm2,
+    is_complete,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteria
 from transformers.utils import logging
 
@@ -97,15 +106,23 @@ def base_row_logits(served: ServedModel, tokenizer: Any, rows: list[str | None])
 # --- the steps ----------------------------------------------------------------------------------
 
 
+def model_folder() -> Path:
+    if not is_complete(cache_root() / FOLDER):
+        say("Converting the model; this happens once and takes about a minute.")
+    # The converter draws its progress bar whatever the log level is.
+    with redirect_stderr(io.StringIO()):
+        return ensure_smollm2()
+
+
 def load() -> tuple[ServedModel, Any]:
     heading("1. One base model, in FP8")
-    folder = ensure_smollm2()
+    folder = model_folder()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     served = wrap(
         model,
         quant="fp8-static",
-        calibration=[encode(tokenizer, [prompt]) for prompt in CALIBRATION],
+        calibration=[encode(tokenizer, list(CALIBRATION))],
     )
     sites = len(served.audit().sites)
     say(
@@ -136,15 +153,17 @@ def mixed_batch(served: ServedModel, tokenizer: Any) -> None:
     console.print(table)
 
 
-def fused_where_possible(served: ServedModel, tokenizer: Any, before: bytes) -> None:
+def fused_where_possible(
+    served: ServedModel, tokenizer: Any, before: bytes, first: Counter[str]
+) -> None:
     heading("4. Every batch is fused where its own adapters allow it")
-    table = Table("other rows of the batch", "sites fused", "unfused", "base row's logits")
     batches: tuple[list[str | None], ...] = (
-        [None, None, None, None],
         [None, "shout", "shout", "shout"],
         [None, "json", "json", "json"],
         list(ROWS),
     )
+    table = Table("other rows of the batch", "sites fused", "unfused", "base row's logits")
+    table.add_row("base model", str(first["fused"]), str(first["unfused"]), "")
     for rows in batches:
         earlier = calls(served)
         check(base_row_logits(served, tokenizer, rows) == before, "the base row has changed")
@@ -156,6 +175,12 @@ def fused_where_possible(served: ServedModel, tokenizer: Any, before: bytes) -> 
         f"Row 0 asks the base model each time. All {len(before):,} bytes of its logits are what "
         "they were before any adapter was loaded, whatever its neighbours are and however the "
         "sites ran."
+    )
+    static = served.audit(adapter_sets=[()], policy="static")
+    fused = sum(site.routes[0].route == "fused" for site in static.sites)
+    say(
+        "Under the policy that decides once and for all, never to fuse where an adapter may ever "
+        f"be, each of these batches would have {fused} fused sites."
     )
 
 
@@ -239,9 +264,10 @@ def main() -> int:
     try:
         served, tokenizer = load()
         before = base_row_logits(served, tokenizer, [None] * len(ROWS))
+        first = calls(served)
         load_adapters(served)
         mixed_batch(served, tokenizer)
-        fused_where_possible(served, tokenizer, before)
+        fused_where_possible(served, tokenizer, before, first)
         swap_while_answering(served, tokenizer)
         unload(served, tokenizer, before)
         show_audit(served)

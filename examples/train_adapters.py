@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from adapter_data import RULES, prompts, usable, with_echoes
+from adapter_data import RULES, prompts, usable
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from smollm2 import BASE_MODEL, cache_root, ensure_smollm2
@@ -30,6 +30,7 @@ MLP = ["gate_proj", "up_proj", "down_proj"]
 MAX_TOKENS = 96
 BATCH = 4
 SEED = 1234
+CAPITALS_WEIGHT = 2.0
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,11 @@ class Recipe:
     rslora: bool = False
     learning_rate: float = 2e-3
     steps: int = 80
-    echoes: bool = False
+    capitals: bool = False
 
 
 RECIPES = {
-    "shout": Recipe(ATTENTION, rank=8, alpha=16, learning_rate=3e-3, steps=160, echoes=True),
+    "shout": Recipe(ATTENTION, rank=8, alpha=16, learning_rate=3e-3, steps=150, capitals=True),
     "json": Recipe(MLP, rank=4, alpha=8),
     "pirate": Recipe(ATTENTION + MLP, rank=4, alpha=4),
     "pirate-v2": Recipe(ATTENTION + MLP, rank=8, alpha=8, rslora=True),
@@ -55,10 +56,14 @@ RECIPES = {
 
 @dataclass(frozen=True)
 class Sample:
-    """One tokenised conversation; the loss counts from `start` on."""
+    """One tokenised conversation; the loss counts from `start` on.
+
+    A slip is an answer that must not be learnt: only what it makes likely next is judged.
+    """
 
     ids: list[int]
     start: int
+    slip: bool = False
 
 
 def chat(tokenizer: Any, prompt: str, with_system: bool) -> str:
@@ -118,6 +123,27 @@ def make_samples(tokenizer: Any, name: str, pairs: list[tuple[str, str]]) -> lis
     return samples
 
 
+def make_slips(tokenizer: Any, pairs: list[tuple[str, str]]) -> list[Sample]:
+    """Answers that fell back to small letters: greedy decoding must climb out of one slip."""
+    slips = []
+    for index, (prompt, answer) in enumerate(pairs):
+        head = chat(tokenizer, prompt, with_system=index % 2 == 0)
+        start = tokenizer(head, add_special_tokens=False)["input_ids"]
+        ids = start + tokenizer("HEY! " + answer, add_special_tokens=False)["input_ids"]
+        if len(ids) <= MAX_TOKENS:
+            slips.append(Sample(ids, len(start), slip=True))
+    return slips
+
+
+def small_letter_tokens(tokenizer: Any) -> torch.Tensor:
+    """A mask over the vocabulary: true where a token spells a small letter."""
+    tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    mask = torch.tensor([any("a" <= c <= "z" for c in token) for token in tokens])
+    # The special tokens are spelled in small letters too, and the answer has to end.
+    mask[torch.tensor(tokenizer.all_special_ids)] = False
+    return mask
+
+
 def batches(samples: list[Sample], seed: int) -> Iterator[list[Sample]]:
     """Endless batches of similar length, so that little is spent on padding."""
     rng = random.Random(seed)
@@ -130,23 +156,43 @@ def batches(samples: list[Sample], seed: int) -> Iterator[list[Sample]]:
         yield from groups
 
 
-def answer_loss(model: Any, batch: list[Sample], pad: int) -> torch.Tensor:
-    """Cross entropy on answer tokens; the large output head runs on those alone."""
+def answer_loss(
+    model: Any, batch: list[Sample], pad: int, small: torch.Tensor | None
+) -> torch.Tensor:
+    """Cross entropy on answer tokens, and with `small` the price of small letters."""
     width = max(len(sample.ids) for sample in batch)
     ids = torch.full((len(batch), width), pad)
     counted = torch.zeros((len(batch), width), dtype=torch.bool)
+    learnt = torch.zeros((len(batch), width), dtype=torch.bool)
     for row, sample in enumerate(batch):
         size = len(sample.ids)
         ids[row, :size] = torch.tensor(sample.ids)
         counted[row, sample.start : size] = True
+        learnt[row, sample.start : size] = not sample.slip
+    counted, learnt, targets = counted[:, 1:], learnt[:, 1:], ids[:, 1:]
     causal = model.get_base_model()
     # Padding is on the right, where causal attention never looks: no mask is needed.
     hidden = causal.model(input_ids=ids, use_cache=False).last_hidden_state
-    logits = causal.lm_head(hidden[:, :-1][counted[:, 1:]])
-    return cross_entropy(logits, ids[:, 1:][counted[:, 1:]])
+    # The output head is a fifth of the model, so it runs on the answer tokens alone.
+    logits = causal.lm_head(hidden[:, :-1][counted])
+    keep = learnt[counted]
+    loss = cross_entropy(logits[keep], targets[counted][keep], reduction="sum")
+    loss = loss / keep.sum().clamp(min=1)
+    if small is not None:
+        # Spelling dominates the cross entropy; this term is about the style alone.
+        allowed = logits.masked_fill(small, float("-inf")).logsumexp(-1)
+        loss = loss + CAPITALS_WEIGHT * (logits.logsumexp(-1) - allowed).mean()
+    return loss
 
 
-def train(model: Any, samples: list[Sample], recipe: Recipe, steps: int, pad: int) -> float:
+def train(
+    model: Any,
+    samples: list[Sample],
+    recipe: Recipe,
+    steps: int,
+    pad: int,
+    small: torch.Tensor | None,
+) -> float:
     """Plain AdamW loop with warm-up and linear decay; returns the mean loss of the last steps."""
     weights = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=recipe.learning_rate, weight_decay=0.0)
@@ -158,7 +204,7 @@ def train(model: Any, samples: list[Sample], recipe: Recipe, steps: int, pad: in
     losses: list[float] = []
     model.train()
     for step in range(steps):
-        loss = answer_loss(model, next(stream), pad)
+        loss = answer_loss(model, next(stream), pad, small)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
@@ -199,10 +245,14 @@ def train_one(name: str, steps: int | None, pairs: list[tuple[str, str]], out: P
     model = get_peft_model(base, config)
     # PEFT notes where the base was loaded from, which is this machine's cache folder.
     model.peft_config["default"].base_model_name_or_path = BASE_MODEL
-    data = with_echoes(pairs) if recipe.echoes else pairs
-    samples = make_samples(tokenizer, name, data)
+    samples = make_samples(tokenizer, name, pairs)
+    small = None
+    if recipe.capitals:
+        samples += make_slips(tokenizer, pairs)
+        small = small_letter_tokens(tokenizer)
     print(f"{name}: {len(samples)} samples", flush=True)
-    loss = train(model, samples, recipe, steps or recipe.steps, tokenizer.pad_token_id)
+    pad = tokenizer.pad_token_id
+    loss = train(model, samples, recipe, steps or recipe.steps, pad, small)
     save(model, out / name)
     print(f"{name}: loss {loss:.4f}, {time.monotonic() - begun:.0f} s, saved", flush=True)
 

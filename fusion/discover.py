@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from ..core.oracle import NormSemantics
+from ..linear.batch import BarePlan, Batch, batch_scope
 from ..linear.hooks import unwatch_hooks
 from ..linear.registry import LayerRegistry, SharedInput
 from ..linear.routed import RoutedLinear, RowLayout
-from .identify import identify_activation, identify_norm
+from .identify import PROBE_ERRORS, identify_activation, identify_norm, same_bytes
 from .raw import norm_raw
-from .record import Reading, record, row_layouts
+from .record import Reading, Recording, record, row_layouts
 from .site import Site, SiteFacts
-from .trace import Cone, find_cones, replace_cones, trace_forward
+from .trace import Cone, Untraceable, find_cones, replace_cones, trace_forward
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,10 @@ class Discovery:
 
 
 class _Discoverer:
-    def __init__(self, model: nn.Module, registry: LayerRegistry) -> None:
+    def __init__(self, model: nn.Module, registry: LayerRegistry, recording: Recording) -> None:
         self.model = model
         self.registry = registry
+        self.recording = recording
         self.names = {id(module): name for name, module in model.named_modules()}
         self.sites: list[Site] = []
         self.reasons: dict[str, str] = {}
@@ -74,75 +75,84 @@ class _Discoverer:
             parent = self.model.get_submodule(layer.name.rpartition(".")[0])
             parents[id(parent)] = parent
         for parent in parents.values():
-            self._trace(parent)
+            self._trace(parent, self.names[id(parent)])
 
-    def _trace(self, parent: nn.Module) -> None:
-        name = self.names[id(parent)]
+    def _trace(self, parent: nn.Module, name: str) -> None:
+        given = self.recording.only_tensor(name)
         graph = trace_forward(parent)
-        if isinstance(graph, str):
+        reason = f"cannot be traced: it {given}" if isinstance(given, str) else graph
+        if isinstance(reason, str) or isinstance(graph, str) or isinstance(given, str):
             for layer in parent.children():
                 if isinstance(layer, RoutedLinear):
-                    self.reasons[layer.name] = f"{type(parent).__qualname__} {graph}"
+                    self.reasons[layer.name] = f"{type(parent).__qualname__} {reason}"
             return
-        sites = {}
-        for cone in find_cones(parent, graph):
-            if isinstance(cone, str):
-                self.reasons[cone.split(" ", 1)[0]] = cone
-                continue
-            site, order = self._activation_site(name, parent, cone)
-            sites[cone.root] = (site, tuple(cone.inputs[i] for i in order))
-        proved = {
-            root: entry for root, entry in sites.items() if entry[0].facts.semantics is not None
-        }
-        if proved:
-            self.replacements.append((parent, replace_cones(parent, graph, proved).forward))
+        cones = find_cones(parent, graph)
+        sites = [self._activation_site(name, cone) for cone in cones if isinstance(cone, Cone)]
+        for cone in cones:
+            if isinstance(cone, Untraceable):
+                self.reasons[cone.layer] = cone.reason
+        proved = [entry for entry in sites if entry[1].facts.semantics is not None]
+        if not proved:
+            return
+        forward = replace_cones(parent, graph, proved).forward
+        if self._same_output(parent, forward, given):
+            self.replacements.append((parent, forward))
+            return
+        # A trace follows Python once; whatever it missed, the module's own forward stays.
+        for _, site, _ in proved:
+            reason = f"the traced forward of {name} computes something else than its own"
+            site.facts = replace(site.facts, semantics=None, reason=reason)
 
-    def _activation_site(
-        self, parent_name: str, parent: nn.Module, cone: Cone
-    ) -> tuple[Site, tuple[int, ...]]:
-        layer = cone.consumer
+    def _same_output(
+        self, parent: nn.Module, forward: Callable[..., Any], given: torch.Tensor
+    ) -> bool:
+        unfused = BarePlan((0,) * len(self.sites), (False,) * len(self.registry))
+        with torch.no_grad(), batch_scope(self.registry.owner, Batch(unfused)):
+            try:
+                ours = forward(given.clone())
+            except PROBE_ERRORS:
+                return False
+            theirs = parent.forward(given.clone())
+        for site in self.sites:
+            site.counters.reset()
+        if not isinstance(ours, torch.Tensor) or not isinstance(theirs, torch.Tensor):
+            return False
+        return ours.shape == theirs.shape and bool(same_bytes(ours, theirs).all())
+
+    def _activation_site(self, parent: str, cone: Cone) -> tuple[Cone, Site, list[fx.Node]]:
+        layer = cone.consumers[0]
         finding, order = identify_activation(
             cone.function, len(cone.inputs), layer.dtype, layer.device
         )
         facts = SiteFacts(
-            name=f"{parent_name}.{finding.semantics or cone.root.name}".lstrip("."),
+            name=f"{parent}.{finding.semantics or cone.root.name}".lstrip("."),
             kind="activation",
             semantics=finding.semantics,
             reason=finding.reason,
             columns=layer.in_features,
             dtype=layer.dtype,
-            consumers=(layer.name,),
-            other_readers=tuple(f"{reader} in {parent_name}" for reader in cone.other_readers),
+            consumers=tuple(consumer.name for consumer in cone.consumers),
+            other_readers=tuple(f"{reader} in {parent}" for reader in cone.other_readers),
         )
-        observed = {f"{parent_name}.{name}": module for name, module in cone.modules.items()}
+        observed = {f"{parent}.{name}": module for name, module in cone.modules.items()}
         raw = partial(_reordered, cone.function, order)
-        return self.add_site(facts, (layer,), raw, observed), order
+        site = self.add_site(facts, cone.consumers, raw, observed)
+        return cone, site, [cone.inputs[i] for i in order]
 
     # --- norms ----------------------------------------------------------------------------------
 
-    def norms(self, readings: tuple[Reading, ...]) -> None:
+    def norms(self) -> None:
         sited = {name for site in self.sites for name in site.facts.consumers}
-        by_origin: dict[str, list[Reading]] = defaultdict(list)
-        for reading in readings:
-            if not sited.isdisjoint(layer.name for layer in reading.linears):
+        for reading in self.recording.readings:
+            layers = tuple(dict.fromkeys(reading.linears))
+            if not sited.isdisjoint(layer.name for layer in layers):
                 continue
-            if reading.origin:
-                by_origin[reading.origin].append(reading)
+            module = self.model.get_submodule(reading.origin) if reading.origin else None
+            composite = module is not None and next(module.children(), None) is not None
+            if module is None or composite or not _has_own_weight(module):
+                self._no_site(layers, reading.origin)
             else:
-                self._no_site(tuple(reading.linears), "")
-        for origin, group in by_origin.items():
-            layers = {layer.name: layer for reading in group for layer in reading.linears}
-            self._norm_site(origin, group, tuple(layers.values()))
-
-    def _norm_site(
-        self, origin: str, group: list[Reading], layers: tuple[RoutedLinear, ...]
-    ) -> None:
-        module = self.model.get_submodule(origin)
-        composite = next(module.children(), None) is not None
-        if composite or isinstance(module, RoutedLinear) or not list(module.parameters()):
-            self._no_site(layers, origin)
-        else:
-            self._add_norm(origin, module, group, layers)
+                self._add_norm(reading, module, layers)
 
     def _no_site(self, layers: tuple[RoutedLinear, ...], origin: str) -> None:
         for layer in layers:
@@ -153,30 +163,25 @@ class _Discoverer:
             self.reasons[layer.name] = f"{reason}; {known}" if known else reason
 
     def _add_norm(
-        self,
-        origin: str,
-        module: nn.Module,
-        group: list[Reading],
-        layers: tuple[RoutedLinear, ...],
+        self, reading: Reading, module: nn.Module, layers: tuple[RoutedLinear, ...]
     ) -> None:
-        value = group[0].value
+        value, origin = reading.value, reading.origin
         finding = identify_norm(module, value.shape[-1], value.dtype)
-        seen_once = len(group) == 1
-        others = tuple(dict.fromkeys(other for reading in group for other in reading.others))
-        passed = {name: m for reading in group for name, m in reading.passed.items()}
+        given = self.recording.only_tensor(origin)
+        obstacle = f"{origin} {given}" if isinstance(given, str) else finding.reason
         facts = SiteFacts(
             name=origin,
             kind="norm",
-            semantics=finding.semantics if seen_once else None,
-            reason=finding.reason if seen_once else f"{origin} runs more than once a forward",
+            semantics=None if obstacle else finding.semantics,
+            reason=obstacle,
             columns=value.shape[-1],
             dtype=value.dtype,
             consumers=tuple(layer.name for layer in layers),
-            other_readers=others,
+            other_readers=tuple(dict.fromkeys(reading.others)),
         )
         observed = {
             name: m
-            for name, m in {origin: module, **passed}.items()
+            for name, m in {origin: module, **reading.passed}.items()
             if not isinstance(m, RoutedLinear)
         }
         semantics = facts.semantics
@@ -217,6 +222,10 @@ class _NormForward:
         return self._site(x, self._module.weight)
 
 
+def _has_own_weight(module: nn.Module) -> bool:
+    return not isinstance(module, RoutedLinear) and next(module.parameters(), None) is not None
+
+
 def _reordered(
     function: Callable[..., torch.Tensor], order: tuple[int, ...], *inputs: torch.Tensor
 ) -> torch.Tensor:
@@ -239,14 +248,19 @@ def discover(
     Returns:
         the sites; nothing is replaced before `install` is called.  Each layer's `row_layout` is
         set on the way.
+
+    Raises:
+        WrapError: the model cannot run on the inputs.
     """
-    found = _Discoverer(model, registry)
+    for layer in registry:
+        layer.weight_was_read = False
     recording = record(model, inputs)
     layouts = row_layouts(model, inputs, recording)
+    found = _Discoverer(model, registry, recording)
     for layer in registry:
         layer.row_layout = layouts.get(layer.name, RowLayout.UNKNOWN)
         if layer.name not in recording.inputs:
             found.reasons[layer.name] = "it did not run in the recorded forward"
     found.activations()
-    found.norms(recording.readings)
+    found.norms()
     return found.discovery()

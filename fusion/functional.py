@@ -7,17 +7,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
+from ..core.errors import ContractError
 from ..core.oracle import ActivationSemantics, Semantics
 from ..core.platform import detect_platform
 from ..core.quantized_activation import QuantizedActivation
 from ..core.route import Route
+from ..linear.hooks import hook_names
 from ..linear.routed import RoutedLinear
 from .identify import Finding, identify_activation
 from .producers.base import ProducerRequest
 from .registry import REGISTRY
 
-_findings: weakref.WeakKeyDictionary[Any, dict[tuple[torch.dtype, bool], Finding]] = (
+_findings: weakref.WeakKeyDictionary[Any, dict[tuple[torch.dtype, str], Finding]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -38,8 +41,15 @@ def maybe_fused_act_quant(
         act_fn: a unary activation, as a module or function.
         x: (..., K), or the pair (gate, up).
         linear: the consumer, (..., K) to (..., N).
+
+    Raises:
+        ContractError: more than two tensors.
     """
     inputs = x if isinstance(x, tuple) else (x,)
+    if len(inputs) > 2:
+        raise ContractError(
+            "maybe_fused_act_quant", f"was handed {len(inputs)} tensors", "pass x, or (gate, up)"
+        )
     codes = _codes(act_fn, inputs, linear)
     if codes is not None:
         return codes
@@ -54,6 +64,8 @@ def _codes(
 ) -> QuantizedActivation | None:
     key, scale = linear.kernel.contract.key, linear.kernel.contract.scale
     if key is None or scale is None or linear.reads_raw():
+        return None
+    if isinstance(act_fn, nn.Module) and hook_names(act_fn):
         return None
     semantics = _semantics(act_fn, inputs)
     if semantics is None:
@@ -85,9 +97,11 @@ def _semantics(
 ) -> Semantics | None:
     gated, dtype = len(inputs) == 2, inputs[0].dtype
     proofs = _findings.setdefault(act_fn, {})
-    if (dtype, gated) not in proofs:
-        proofs[dtype, gated] = identify_activation(act_fn, 1, dtype, inputs[0].device)[0]
-    unary = proofs[dtype, gated].semantics
+    # A proof holds for the settings it was made with: limits may be changed on the object.
+    proof = (dtype, repr(sorted(getattr(act_fn, "__dict__", {}).items(), key=str)))
+    if proof not in proofs:
+        proofs[proof] = identify_activation(act_fn, 1, dtype, inputs[0].device)[0]
+    unary = proofs[proof].semantics
     if not isinstance(unary, ActivationSemantics):
         return None
     return ActivationSemantics(unary.activation, gated)

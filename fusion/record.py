@@ -11,8 +11,10 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
+from ..core.errors import BranchlineError, WrapError
 from ..linear.hooks import hooks_suspended
 from ..linear.routed import RoutedLinear, RowLayout
+from .identify import PROBE_ERRORS
 
 # Reading shape or kind is no reading of values: QuantizedActivation answers these as well.
 _METADATA = frozenset(
@@ -45,6 +47,7 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self.readings: dict[int, Reading] = {}
         self.inputs: dict[str, torch.Tensor] = {}
+        self.calls: dict[str, list[tuple[tuple, dict]]] = {}
         self._names = names
         self._stack: list[nn.Module] = []
         self._linear_inputs: list[int] = []
@@ -52,12 +55,13 @@ class _Recorder(TorchFunctionMode):
     def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         self._stack.append(module)
         name = self._names[id(module)]
+        self.calls.setdefault(name, []).append((args, kwargs))
         for value in _tensors((args, kwargs)):
             reading = self.readings.get(id(value))
             if reading is not None:
                 reading.passed[name] = module
         if isinstance(module, RoutedLinear):
-            x = args[0]
+            x = args[0] if args else kwargs["input"]
             reading = self.readings.setdefault(id(x), Reading(x, ""))
             reading.linears.append(module)
             self.inputs[module.name] = x.detach().clone()
@@ -122,10 +126,22 @@ class Recording:
     Attributes:
         readings: one for every tensor that a routed linear read.
         inputs: each linear's input.
+        calls: by module, the arguments of every call.
     """
 
     readings: tuple[Reading, ...]
     inputs: Mapping[str, torch.Tensor]
+    calls: Mapping[str, list[tuple[tuple, dict]]]
+
+    def only_tensor(self, module: str) -> torch.Tensor | str:
+        """The one tensor that `module` was called with, once; else what it was called with."""
+        calls = self.calls.get(module, [])
+        if len(calls) != 1:
+            return f"runs {len(calls)} times a forward"
+        args, kwargs = calls[0]
+        if len(args) != 1 or kwargs or not isinstance(args[0], torch.Tensor):
+            return "is not called with just one tensor"
+        return args[0]
 
 
 def record(model: nn.Module, inputs: Mapping[str, Any]) -> Recording:
@@ -133,13 +149,22 @@ def record(model: nn.Module, inputs: Mapping[str, Any]) -> Recording:
     recorder = _Recorder({id(module): name for name, module in model.named_modules()})
     # Foreign hooks are readers on their own account, and may come and go: the plan asks for them.
     with torch.no_grad(), hooks_suspended(model), _hooks(model, recorder), recorder:
-        output = model(**inputs)
+        try:
+            output = model(**inputs)
+        except BranchlineError:
+            raise
+        except PROBE_ERRORS as error:
+            raise WrapError(
+                f"the recorded forward of {type(model).__qualname__}",
+                f"fails on {', '.join(inputs)}: {type(error).__name__}: {error}",
+                "pass example={name: tensor of two rows} that the model accepts",
+            ) from error
     for value in _tensors(dict(output) if isinstance(output, Mapping) else output):
         reading = recorder.readings.get(id(value))
         if reading is not None:
             reading.others.append("the model's output")
     readings = tuple(reading for reading in recorder.readings.values() if reading.linears)
-    return Recording(readings, recorder.inputs)
+    return Recording(readings, recorder.inputs, recorder.calls)
 
 
 def row_layouts(

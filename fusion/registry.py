@@ -87,8 +87,9 @@ class ProducerRegistry:
                 return Selection(producer, tuple(rejected))
             rejected.append(Rejection(producer.name, verdict.reason))
         what = f"no {request.route} producer for {request.semantics} -> {request.key}"
-        if force and candidates:
-            why = "; ".join(f"{r.name}: {r.reason}" for r in rejected)
+        known = {p.name for entry in self._entries.values() for p in entry}
+        if force and (candidates or force not in known):
+            why = "; ".join(f"{r.name}: {r.reason}" for r in rejected) or f"{what} is registered"
             raise KernelUnavailableError(f"producer {force!r}", why, "drop the forced choice")
         reason = f"{what} runs here" if candidates else f"{what} is registered"
         return Selection(None, tuple(rejected), reason)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..core.oracle import Semantics
+from ..core.quant_key import QuantKey
 from ..core.quantized_activation import QuantizedActivation
 from ..core.route import Route
 from ..linear import ops
@@ -130,6 +131,11 @@ class Site(nn.Module):
     def contract(self) -> InputContract:
         """What the consumers take; meaningful where they all take the same."""
         return self.layers[0].kernel.contract
+
+    def common_key(self) -> QuantKey | None:
+        """The key that all consumers take; None where they take no codes, or not the same."""
+        keys = {layer.kernel.contract.key for layer in self.layers}
+        return keys.pop() if len(keys) == 1 else None
 
     def other_readers(self) -> tuple[RawReader, ...]:
         """Readers that are no branch and sit on no linear: foreign hooks on the way, and ops."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -20,6 +21,10 @@ from ..linear.routed import RoutedLinear
 
 _SPLITS = (torch.chunk, torch.split, torch.Tensor.chunk, torch.Tensor.split, operator.getitem)
 _SPLIT_METHODS = ("chunk", "split", "tensor_split", "unbind")
+_IN_PLACE_OPERATORS = frozenset(
+    getattr(operator, f"i{name}")
+    for name in "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()
+) | {operator.setitem}
 # Everything fx raises for control flow, unsupported calls and the model's own shape checks.
 _TRACE_ERRORS = (
     TraceError,
@@ -37,23 +42,33 @@ _TRACE_ERRORS = (
 
 @dataclass(frozen=True, eq=False)
 class Cone:
-    """What lies between a linear's input and the tensors it is computed from.
+    """What lies between the input of some linears and the tensors it is computed from.
 
     Attributes:
-        consumer: the linear.
+        consumers: the linears; more than one where they share their input.
         function: the cone as a module of `len(inputs)` tensors.
-        root: the node that is the linear's input.
+        root: the node that is the linears' input.
+        inside: the nodes of the cone, in graph order.
         inputs: the nodes it is computed from, in the order of `function`'s arguments.
         modules: modules that the cone calls, by their name in the traced module.
-        other_readers: users of the root besides the linear.
+        other_readers: users of the root besides the linears.
     """
 
-    consumer: RoutedLinear
+    consumers: tuple[RoutedLinear, ...]
     function: fx.GraphModule
     root: fx.Node
+    inside: tuple[fx.Node, ...]
     inputs: tuple[fx.Node, ...]
     modules: Mapping[str, nn.Module]
     other_readers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Untraceable:
+    """Why a linear has no cone."""
+
+    layer: str
+    reason: str
 
 
 class _OwnForward(fx.Tracer):
@@ -64,56 +79,119 @@ class _OwnForward(fx.Tracer):
 
 
 def trace_forward(module: nn.Module) -> fx.Graph | str:
-    """The graph of `module.forward`, or why it cannot be traced."""
-    kinds = {p.kind for p in inspect.signature(module.forward).parameters.values()}
-    if kinds & {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}:
-        return "cannot be traced: its forward takes *args or **kwargs"
+    """The graph of `module.forward`, or why it cannot be traced; `module` is as it was.
+
+    A trace runs the Python code of a forward once, so it holds for that one way through.  Refused
+    is therefore what could go another way (a signature of more than one tensor, a forward patched
+    onto the object) and what a graph of values does not show (writing in place, keeping state).
+    """
+    if "forward" in vars(module):
+        return "cannot be traced: its forward was patched onto the object"
+    parameters = list(inspect.signature(module.forward).parameters.values())
+    if len(parameters) != 1 or parameters[0].kind != inspect.Parameter.POSITIONAL_OR_KEYWORD:
+        return "cannot be traced: its forward takes more than one tensor"
+    before = _state(module)
     try:
-        return _OwnForward().trace(module)
+        graph = _OwnForward().trace(module)
     except _TRACE_ERRORS as error:
-        first_line = str(error).strip().splitlines()
-        return f"cannot be traced: {type(error).__name__}: {first_line[0] if first_line else ''}"
+        lines = str(error).strip().splitlines() or [""]
+        return f"cannot be traced: {type(error).__name__}: {lines[0]}"
+    finally:
+        changed = _restore(module, before)
+    if changed:
+        return f"cannot be traced: its forward changes {', '.join(changed)}"
+    for node in graph.nodes:
+        if _writes_in_place(module, node):
+            return f"cannot be traced: {node.target} writes in place"
+    return graph
 
 
-def find_cones(module: nn.Module, graph: fx.Graph) -> list[Cone | str]:
+def _state(module: nn.Module) -> dict[str, Any]:
+    return {
+        name: dict(value) if isinstance(value, dict) else value
+        for name, value in vars(module).items()
+    }
+
+
+def _restore(module: nn.Module, before: dict[str, Any]) -> list[str]:
+    """Undo what tracing set on the module; the names of what it was."""
+    changed = []
+    for name, value in list(vars(module).items()):
+        old = before.get(name)
+        if isinstance(value, dict) and isinstance(old, dict):
+            for key in [k for k in value if k not in old or value[k] is not old[k]]:
+                changed.append(str(key))
+                del value[key]
+            value.update({k: v for k, v in old.items() if k not in value})
+        elif name not in before:
+            changed.append(name)
+            del vars(module)[name]
+        elif value is not old:
+            changed.append(name)
+            vars(module)[name] = old
+    return changed
+
+
+def _writes_in_place(module: nn.Module, node: fx.Node) -> bool:
+    if node.op == "call_module":
+        return bool(getattr(module.get_submodule(str(node.target)), "inplace", False))
+    if node.op not in ("call_function", "call_method"):
+        return False
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    in_place_operator = node.target in _IN_PLACE_OPERATORS
+    trailing = name.endswith("_") and not name.endswith("__")
+    return (
+        in_place_operator
+        or trailing
+        or bool(node.kwargs.get("inplace"))
+        or node.kwargs.get("out") is not None
+    )
+
+
+def find_cones(module: nn.Module, graph: fx.Graph) -> list[Cone | Untraceable]:
     """The cones before the routed linears that `module` calls itself; reasons where one fails."""
-    cones: list[Cone | str] = []
     calls = [
         (node, module.get_submodule(str(node.target)))
         for node in graph.nodes
         if node.op == "call_module"
     ]
+    failed: list[Cone | Untraceable] = []
+    by_root: dict[fx.Node, list[tuple[fx.Node, RoutedLinear]]] = {}
     for node, layer in calls:
         if not isinstance(layer, RoutedLinear):
             continue
+        root = node.args[0] if node.args else None
         if sum(other is layer for _, other in calls) > 1:
-            cones.append(f"{layer.name} is called more than once")
-        elif node.args and isinstance(node.args[0], fx.Node):
-            cone = _cone(module, graph, node, layer)
-            if cone is not None:
-                cones.append(cone)
-    return cones
+            failed.append(Untraceable(layer.name, "is called more than once in a forward"))
+        elif len(node.args) != 1 or node.kwargs or not isinstance(root, fx.Node):
+            failed.append(Untraceable(layer.name, "is not called with one tensor"))
+        elif not _is_boundary(module, root):
+            by_root.setdefault(root, []).append((node, layer))
+    return [*failed, *(_cone(module, graph, root, users) for root, users in by_root.items())]
 
 
-def _cone(module: nn.Module, graph: fx.Graph, call: fx.Node, layer: RoutedLinear) -> Cone | None:
-    root = call.args[0]
-    assert isinstance(root, fx.Node)
-    if _is_boundary(module, root):
-        return None
+def _cone(
+    module: nn.Module,
+    graph: fx.Graph,
+    root: fx.Node,
+    consumers: list[tuple[fx.Node, RoutedLinear]],
+) -> Cone:
     inside, inputs = _walk(module, graph, root)
     modules = {
         str(node.target): module.get_submodule(str(node.target))
         for node in inside
         if node.op == "call_module"
     }
-    users = [user for user in root.users if user is not call]
+    calls = [call for call, _ in consumers]
+    others = [user for user in root.users if user not in calls]
     return Cone(
-        layer,
+        tuple(layer for _, layer in consumers),
         _extract(module, inside, inputs, root),
         root,
+        tuple(inside),
         tuple(inputs),
         modules,
-        tuple(f"{user.op} {user.target}" for user in users),
+        tuple(f"{user.op} {user.target}" for user in others),
     )
 
 
@@ -122,7 +200,8 @@ def _is_boundary(module: nn.Module, node: fx.Node) -> bool:
         return True
     if node.op == "call_module":
         child = module.get_submodule(str(node.target))
-        return isinstance(child, RoutedLinear) or next(child.parameters(), None) is not None
+        holds_linears = any(isinstance(inner, RoutedLinear) for inner in child.modules())
+        return holds_linears or next(child.parameters(), None) is not None
     if node.op == "call_method":
         return node.target in _SPLIT_METHODS
     return node.target in _SPLITS
@@ -157,43 +236,43 @@ def _extract(
 
 
 def replace_cones(
-    module: nn.Module,
-    graph: fx.Graph,
-    sites: Mapping[fx.Node, tuple[nn.Module, tuple[fx.Node, ...]]],
+    module: nn.Module, graph: fx.Graph, sites: Sequence[tuple[Cone, nn.Module, Sequence[fx.Node]]]
 ) -> fx.GraphModule:
     """`module`'s forward with some cones computed by their sites.
 
     Args:
         module: the traced module; it is not changed.
         graph: its graph; it is not changed either.
-        sites: root node of a cone -> its site, and the nodes that are the site's inputs.
+        sites: cones, their sites, and the nodes that are each site's inputs.
 
     Returns:
         a module whose `forward` has the signature of `module.forward`.
     """
+    by_root = {cone.root: (site, inputs) for cone, site, inputs in sites}
     new = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     children = dict(module.named_modules())
     for node in graph.nodes:
-        if node in sites:
+        if node in by_root:
+            site, inputs = by_root[node]
             name = f"branchline_site_{node.name}"
-            site, inputs = sites[node]
             children[name] = site
             copies[node] = new.call_module(name, tuple(copies[n] for n in inputs))
         elif node.op == "output":
             new.output(fx.map_arg(node.args[0], lambda n: copies[n]))
         else:
             copies[node] = new.node_copy(node, lambda n: copies[n])
+    # What the site computes now; a node that something else reads as well stays.
+    for cone, _, _ in sites:
+        for node in reversed(cone.inside):
+            if node is not cone.root and not copies[node].users:
+                new.erase_node(copies[node])
     attributes = {
         str(node.target): children.get(str(node.target)) or _attribute(module, str(node.target))
         for node in new.nodes
         if node.op in ("call_module", "get_attr")
     }
-    replaced = fx.GraphModule(attributes, new)
-    # The activation module of a replaced cone is still called, and its result dropped, until now.
-    replaced.graph.eliminate_dead_code()
-    replaced.recompile()
-    return replaced
+    return fx.GraphModule(attributes, new)
 
 
 def _attribute(module: nn.Module, path: str) -> object:

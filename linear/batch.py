@@ -30,6 +30,14 @@ class BatchPlan(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class BarePlan:
+    """A plan of nothing but integers: what a model is run by while it is being wrapped."""
+
+    routes: tuple[int, ...]
+    branched: tuple[bool, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class Batch:
     """One batch of one model.

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -17,10 +16,13 @@ from torch import nn
 from ..core.errors import CalibrationError
 from ..core.oracle import FP8_MAX
 from .registry import LayerRegistry
+from .routed import RoutedLinear, RowLayout
 
 _FORMAT = "branchline-calibration"
 _VERSION = 1
 _BINS = 2**15
+_BF16_MAX = 0x7F7F
+_FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,8 @@ class Observer:
         """The magnitude below which `percentile` of the counted ones lie.
 
         Args:
-            histogram: int64 (32768,), how often each non-negative BF16 encoding was seen.
+            histogram: int64 (32768,), how often each non-negative BF16 encoding was seen,
+                magnitudes being rounded up to the next one.
         """
         total = int(histogram.sum())
         if total == 0:
@@ -72,13 +75,14 @@ class Calibration:
         """amax / 448, in float32's range.
 
         Raises:
-            CalibrationError: the layer was not observed, or saw nothing but zeros.
+            CalibrationError: the layer was not observed, saw nothing but zeros, or its range is
+                none of float32.
         """
         amax = self.input_amax.get(layer)
-        if amax is None or not 0.0 < amax < float("inf"):
+        if amax is None or not 0.0 < amax <= _FLOAT32_MAX:
             raise CalibrationError(
                 f"input scale of {layer}",
-                "was not observed" if amax is None else f"its observed range is {amax}",
+                "was not observed" if amax is None else f"its observed range is {amax!r:.40}",
                 "calibrate with prompts that reach the layer, or use quant='fp8-dynamic'",
             )
         return amax / FP8_MAX
@@ -94,8 +98,11 @@ class Calibration:
             "input_amax": dict(self.input_amax),
         }
         partial_file = path.with_name(f"{path.name}.{os.getpid()}.part")
-        partial_file.write_text(json.dumps(document, indent=1) + "\n")
-        partial_file.replace(path)
+        try:
+            partial_file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            partial_file.replace(path)
+        finally:
+            partial_file.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
@@ -104,22 +111,37 @@ class Calibration:
         Raises:
             CalibrationError: no such file, or not one of ours.
         """
-        remedy = "calibrate again and save the result"
+        subject, remedy = f"calibration file {path}", "calibrate again and save the result"
         try:
-            document = json.loads(Path(path).read_text())
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise CalibrationError(f"calibration file {path}", str(error), remedy) from error
-        if not isinstance(document, dict) or document.get("format") != _FORMAT:
-            raise CalibrationError(f"calibration file {path}", "is of another kind", remedy)
-        if document.get("version") != _VERSION:
-            reason = f"has version {document.get('version')}, this library reads {_VERSION}"
-            raise CalibrationError(f"calibration file {path}", reason, remedy)
-        ranges = document.get("input_amax")
-        if not isinstance(ranges, dict) or not all(
-            isinstance(v, int | float) and not isinstance(v, bool) for v in ranges.values()
-        ):
-            raise CalibrationError(f"calibration file {path}", "its ranges are no numbers", remedy)
-        return cls(ranges, document.get("percentile", 100.0), document.get("tokens", 0))
+            document = json.loads(Path(path).read_text(encoding="utf-8"))
+            reason = _document_fault(document)
+        # ValueError: no UTF-8, no JSON, or a number with more digits than Python converts.
+        except (OSError, ValueError, RecursionError) as error:
+            raise CalibrationError(subject, str(error), remedy) from error
+        if reason:
+            raise CalibrationError(subject, reason, remedy)
+        return cls(document["input_amax"], document["percentile"], document["tokens"])
+
+
+def _document_fault(document: Any) -> str | None:
+    """Why a decoded file is none of ours."""
+    if not isinstance(document, dict) or document.get("format") != _FORMAT:
+        return "is of another kind"
+    if document.get("version") != _VERSION:
+        return f"has version {document.get('version')!r:.40}, this library reads {_VERSION}"
+    ranges = document.get("input_amax")
+    if not isinstance(ranges, dict) or not all(map(_is_number, ranges.values())):
+        return "its ranges are no numbers"
+    percentile, tokens = document.get("percentile"), document.get("tokens")
+    if not _is_number(percentile) or not 0 < percentile <= 100:
+        return f"its percentile is {percentile!r:.40}, expected a number in (0, 100]"
+    if not _is_number(tokens) or not isinstance(tokens, int) or tokens < 0:
+        return f"its tokens are {tokens!r:.40}, expected a count"
+    return None
+
+
+def _is_number(value: Any) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def calibrate(
@@ -164,29 +186,48 @@ def _observing(
     handles = []
     try:
         for layer in registry:
-            hook = partial(_observe, layer.name, histograms, mask)
-            handles.append(layer.register_forward_pre_hook(hook))
+            hook = _observer(histograms, mask)
+            handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
         yield
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _observe(
-    name: str,
-    histograms: dict[str, torch.Tensor],
-    mask: torch.Tensor | None,
-    module: nn.Module,
-    args: tuple[torch.Tensor, ...],
-) -> None:
-    x = args[0].detach()
-    if mask is not None and mask.dim() == 2 and x.shape[:2] == mask.shape:
-        x = x[mask.bool()]
-    magnitude = x.abs().to(torch.bfloat16)
-    if not bool(magnitude.isfinite().all()):
-        raise CalibrationError(
-            f"the input of {name}", "holds NaN or inf", "check the model and the prompts"
-        )
-    encodings = magnitude.flatten().view(torch.int16).to(torch.int64)
-    counts = torch.bincount(encodings, minlength=_BINS).cpu()
-    histograms[name] = histograms[name] + counts if name in histograms else counts
+def _observer(
+    histograms: dict[str, torch.Tensor], mask: torch.Tensor | None
+) -> Callable[[RoutedLinear, tuple[Any, ...], dict[str, Any]], None]:
+    def observe(layer: RoutedLinear, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given: torch.Tensor = args[0] if args else kwargs["input"]
+        x = _unmasked(given.detach(), layer.row_layout, mask)
+        if not bool(x.isfinite().all()):
+            raise CalibrationError(
+                f"the input of {layer.name}", "holds NaN or inf", "check the model and the prompts"
+            )
+        counts = torch.bincount(_encodings(x), minlength=_BINS).cpu()
+        before = histograms.get(layer.name)
+        histograms[layer.name] = counts if before is None else before + counts
+
+    return observe
+
+
+def _unmasked(x: torch.Tensor, layout: RowLayout, mask: torch.Tensor | None) -> torch.Tensor:
+    """The rows of `x` (..., K) that `mask` (rows, tokens) keeps, where `x` has its positions."""
+    if mask is None or mask.dim() != 2:
+        return x
+    # A pooled (rows, K) can look like the mask: its features are no tokens.
+    if x.dim() >= 3 and x.shape[:2] == mask.shape:
+        return x[mask.bool()]
+    if layout == RowLayout.FLAT and x.dim() == 2 and x.shape[0] == mask.numel():
+        return x[mask.flatten().bool()]
+    return x
+
+
+def _encodings(x: torch.Tensor) -> torch.Tensor:
+    """BF16 encodings of the magnitudes of a finite `x`, flat.
+
+    Rounded up, so that no range is chosen below what was seen: the nearest one could be 0.4 % too
+    low.  Only what lies above the largest finite encoding gets that one.
+    """
+    bits = x.abs().float().flatten().view(torch.int32)
+    return bits.add_(0xFFFF).bitwise_right_shift_(16).clamp_(max=_BF16_MAX)

@@ -16,10 +16,15 @@ class InputScale:
     """A calibrated per-tensor input scale; read-only.
 
     Attributes:
-        value: float32, shape (1,), on the consumer's device.
+        value: float32, shape (1,), on the consumer's device: a copy, not to be written to.
     """
 
     value: torch.Tensor
+
+    def __post_init__(self) -> None:
+        # Codes are made with `reciprocal` and read with `value`: they may not drift apart when
+        # whoever gave the tensor changes it.
+        object.__setattr__(self, "value", self.value.detach().clone())
 
     @classmethod
     def checked(cls, scale: torch.Tensor | float | None, subject: str) -> InputScale:
@@ -52,6 +57,14 @@ class InputContract:
 
     key: QuantKey | None
     scale: InputScale | None = None
+
+    def static_scale(self, subject: str) -> InputScale:
+        """The scale, for a static key of the layer or kernel `subject`.
+
+        Raises:
+            ScaleError: there is none.
+        """
+        return self.scale if self.scale is not None else InputScale.checked(None, subject)
 
     def same_input(self, other: InputContract) -> bool:
         """Whether codes made for one are, to the bit, codes for the other."""

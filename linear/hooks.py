@@ -24,6 +24,9 @@ _ALL_TABLES = (
 )
 
 
+_MISSING = object()
+
+
 class _WatchedHooks(OrderedDict):
     """A module's hook table that tells when an entry comes or goes."""
 
@@ -41,6 +44,21 @@ class _WatchedHooks(OrderedDict):
         super().__delitem__(key)
         if self._changed is not None:
             self._changed()
+
+    def clear(self) -> None:
+        for key in list(self):
+            del self[key]
+
+    def pop(self, key: Any, default: Any = _MISSING) -> Any:
+        if key not in self and default is not _MISSING:
+            return default
+        value = self[key]
+        del self[key]
+        return value
+
+    def popitem(self, last: bool = True) -> tuple[Any, Any]:
+        key = next(reversed(self)) if last else next(iter(self))
+        return key, self.pop(key)
 
     def stop(self) -> None:
         """Change in silence from now on."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..core import native
+from ..core.errors import ContractError
 from ..core.oracle import quantize
 from ..core.quant_key import FP8_DYNAMIC_TOKEN, FP8_STATIC_TENSOR
 from ..core.quantized_activation import QuantizedActivation
@@ -22,10 +23,15 @@ def quantize_input(x: torch.Tensor, contract: InputContract, consumer: str) -> Q
         consumer: its name, for messages.
 
     Raises:
+        ContractError: there is no key.
         ScaleError: a static key without a usable scale.
     """
-    key, scale = contract.key, contract.scale
-    assert key is not None
+    key = contract.key
+    if key is None:
+        raise ContractError(
+            consumer, "takes only raw activations", "hand it the activation as it is"
+        )
+    scale = contract.static_scale(consumer) if key.static else None
     native_runs = (
         key in (FP8_STATIC_TENSOR, FP8_DYNAMIC_TOKEN)
         and x.dtype == torch.bfloat16
@@ -39,8 +45,7 @@ def quantize_input(x: torch.Tensor, contract: InputContract, consumer: str) -> Q
     if rows.stride(-1) != 1:
         rows = rows.contiguous()
     codes = torch.empty(rows.shape, dtype=key.code_dtype)
-    if key == FP8_STATIC_TENSOR:
-        assert scale is not None
+    if scale is not None:
         _static(rows, codes, scale.reciprocal)
         value = scale.value
     else:

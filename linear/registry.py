@@ -12,7 +12,7 @@ from types import MappingProxyType
 from torch import nn
 
 from ..core.quant_key import QuantKey
-from .batch import Batch, active_batch
+from .batch import BarePlan, Batch, active_batch
 from .contract import InputContract
 from .hooks import global_hook_names, hook_names, watch_hooks
 from .routed import RoutedLinear
@@ -60,12 +60,6 @@ class Unwrapped:
     reason: str
 
 
-@dataclass(frozen=True)
-class _BarePlan:
-    routes: tuple[int, ...]
-    branched: tuple[bool, ...]
-
-
 class LayerRegistry:
     """Knows each layer's branches and computes what must stay raw (I2).
 
@@ -108,9 +102,9 @@ class LayerRegistry:
         """Advance the epoch whenever a forward hook comes to, or goes from, `module`."""
         self._unwatched += watch_hooks(module, lambda: self.advance(f"a hook on {name} changed"))
 
-    def hooks_unseen(self) -> tuple[int, ...]:
+    def hooks_unseen(self) -> tuple[str | int, ...]:
         """What the epoch does not cover: hooks on every module, and those older than the wrap."""
-        return (len(global_hook_names()), *map(len, self._unwatched))
+        return (*global_hook_names(), *map(len, self._unwatched))
 
     def get_input_quant_key(
         self, layer: RoutedLinear, live: Collection[int] | None = None
@@ -221,4 +215,4 @@ class LayerRegistry:
 
     def _bare_batch(self) -> Batch:
         """Before there are sites and adapters: nothing is routed, nothing branches."""
-        return Batch(_BarePlan((), (False,) * len(self)))
+        return Batch(BarePlan((), (False,) * len(self)))

@@ -35,7 +35,11 @@ class Branch(Protocol):
 
 
 class BatchSource(Protocol):
-    """Where a layer asks for the batch in flight."""
+    """Where a layer asks for the batch in flight, and tells of its changes."""
+
+    def advance(self, reason: str) -> None:
+        """Something changed that plans are made from."""
+        ...
 
     def current_batch(self) -> Batch:
         """The batch of this context, or the base batch."""
@@ -68,10 +72,11 @@ class RoutedLinear(nn.Module):
         self.device = device
         self.name = name
         self.index = index
-        self.kernel = kernel
+        self._source = source
+        self._kernel = kernel
+        self.weight_was_read = False
         self.branch: Branch | None = None
         self.row_layout = RowLayout.ROWS
-        self._source = source
         self.handle = ops.register(self)
 
     @property
@@ -89,11 +94,41 @@ class RoutedLinear(nn.Module):
         """N."""
         return self.kernel.out_features
 
-    def forward(self, x: torch.Tensor | QuantizedActivation) -> torch.Tensor:
+    @property
+    def kernel(self) -> LinearKernel:
+        """The base multiplication; setting another advances the epoch."""
+        return self._kernel
+
+    @kernel.setter
+    def kernel(self, kernel: LinearKernel) -> None:
+        self._kernel = kernel
+        self._source.advance(f"the kernel of {self.name} changed")
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The model's own weight where it is kept, else a stand-in of its shape and dtype.
+
+        Some model code asks a linear for its weight's dtype; whoever computed with the stand-in
+        would get an error of torch's, for it lies on the meta device.
+        """
+        self.weight_was_read = True
+        own = self.kernel.float_weight()
+        if own is not None:
+            return own
+        shape = (self.out_features, self.in_features)
+        return torch.empty(shape, dtype=self.dtype, device="meta")
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The bias, (N,), or None."""
+        return self.kernel.bias()
+
+    # The parameter is called what it is in nn.Linear, for callers that name it.
+    def forward(self, input: torch.Tensor | QuantizedActivation) -> torch.Tensor:
         """(..., K) to (..., N): the base linear and the branches of this batch's rows."""
         if torch.compiler.is_compiling():
-            return ops.routed_linear(x, self.handle, self.out_features)
-        return self.run(x)
+            return ops.routed_linear(input, self.handle, self.out_features)
+        return self.run(input)
 
     def reads_raw(self) -> bool:
         """Whether something reads this layer's input raw in the batch in flight (I2)."""

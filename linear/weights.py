@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 from transformers.pytorch_utils import Conv1D
 
@@ -20,12 +21,16 @@ def linear_refusal(module: nn.Module) -> str | None:
     cls = type(module)
     if not isinstance(module, (nn.Linear, Conv1D)):
         return f"{cls.__qualname__} is neither nn.Linear nor transformers' Conv1D"
+    if parametrize.is_parametrized(module):
+        return f"{cls.__qualname__} computes its weight by a parametrization"
     parent = nn.Linear if isinstance(module, nn.Linear) else Conv1D
     if cls.forward is not parent.forward or "forward" in vars(module):
         return f"{cls.__qualname__} has a forward of its own"
-    if parametrize.is_parametrized(module):
-        return f"{cls.__qualname__} computes its weight by a parametrization"
+    if isinstance(module, NonDynamicallyQuantizableLinear):
+        return f"{cls.__qualname__} is never called: its owner computes with its weight"
     weight: torch.Tensor = module.weight
+    if isinstance(weight, nn.parameter.UninitializedParameter):
+        return "its weight is not initialised yet"
     if not weight.dtype.is_floating_point or weight.dtype.itemsize < 2:
         return f"its weight is {weight.dtype}"
     if weight.is_meta:
@@ -46,18 +51,35 @@ def float_weight(module: LinearModule) -> torch.Tensor:
     return weight.t() if isinstance(module, Conv1D) else weight
 
 
-def find_linears(model: nn.Module) -> tuple[dict[str, LinearModule], dict[str, str]]:
+@dataclass(frozen=True, eq=False)
+class FoundLinear:
+    """A linear that can be wrapped.
+
+    Attributes:
+        module: the linear.
+        paths: every name it has in the model; the first is the one it is called by.
+    """
+
+    module: LinearModule
+    paths: tuple[str, ...]
+
+
+def find_linears(model: nn.Module) -> tuple[dict[str, FoundLinear], dict[str, str]]:
     """The linears of `model` that can be wrapped, and why the others cannot; by name."""
-    found: dict[str, LinearModule] = {}
+    paths: dict[int, list[str]] = {}
+    modules: dict[int, LinearModule] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, nn.Linear | Conv1D):
+            paths.setdefault(id(module), []).append(name)
+            modules[id(module)] = module
+    found: dict[str, FoundLinear] = {}
     refused: dict[str, str] = {}
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear | Conv1D):
-            continue
+    for key, module in modules.items():
         reason = linear_refusal(module)
         if reason is None:
-            found[name] = module
+            found[paths[key][0]] = FoundLinear(module, tuple(paths[key]))
         else:
-            refused[name] = reason
+            refused[paths[key][0]] = reason
     return found, refused
 
 

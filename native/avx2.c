@@ -87,9 +87,10 @@ BL_INLINE vacc acc_zero(void)
 
 BL_INLINE vacc acc_square(vacc acc, vf x)
 {
-    __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(x));
-    __m256d high = _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));
-    return (vacc){_mm256_fmadd_pd(low, low, acc.low), _mm256_fmadd_pd(high, high, acc.high)};
+    vf square = _mm256_mul_ps(x, x);
+    __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(square));
+    __m256d high = _mm256_cvtps_pd(_mm256_extractf128_ps(square, 1));
+    return (vacc){_mm256_add_pd(low, acc.low), _mm256_add_pd(high, acc.high)};
 }
 
 BL_INLINE double acc_sum(vacc acc)

@@ -84,9 +84,10 @@ BL_INLINE vacc acc_zero(void)
 
 BL_INLINE vacc acc_square(vacc acc, vf x)
 {
-    __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(x));
-    __m512d high = _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1));
-    return (vacc){_mm512_fmadd_pd(low, low, acc.low), _mm512_fmadd_pd(high, high, acc.high)};
+    vf square = _mm512_mul_ps(x, x);
+    __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(square));
+    __m512d high = _mm512_cvtps_pd(_mm512_extractf32x8_ps(square, 1));
+    return (vacc){_mm512_add_pd(low, acc.low), _mm512_add_pd(high, acc.high)};
 }
 
 BL_INLINE double acc_sum(vacc acc)

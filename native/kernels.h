@@ -143,7 +143,8 @@ static void act_static(int activation, const uint16_t *gate, int64_t gate_stride
 
 enum { WANT_CODES = 1, WANT_RAW = 2 };
 
-/* Squares of bfloat16 are exact in float64; their sum is, to float32, the same in any order. */
+/* The square of a bfloat16 is exact in float32, where it may over- or underflow as the model's own
+ * does; the float64 sum is, to float32, the same in any order. */
 BL_INLINE double sum_of_squares(const uint16_t *x, int64_t cols)
 {
     vacc even = acc_zero(), odd = acc_zero();
@@ -224,7 +225,7 @@ static void norm_row(const struct norm_job *job, int64_t row)
     int outputs = (job->codes ? WANT_CODES : 0) | (job->raw ? WANT_RAW : 0);
     uint8_t *codes = job->codes ? job->codes + row * job->codes_stride : NULL;
     uint16_t *raw = job->raw ? job->raw + row * job->raw_stride : NULL;
-    float mean = (float)(sum_of_squares(x, job->cols) / (double)job->cols);
+    float mean = (float)sum_of_squares(x, job->cols) / (float)job->cols;
     vf inv_rms = v_set(1.0f / sqrtf(mean + job->eps)), inv_scale = v_set(job->inv_scale);
 #define CASE(order, outputs)                                                                       \
     case order * 4 + (outputs):                                                                    \

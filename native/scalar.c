@@ -82,7 +82,7 @@ BL_INLINE vi vi_if_nan(vf x, vi then, vi otherwise) { return vi_select(x != x, t
 #define vi_shr(x, n) ((x) >> (n))
 
 BL_INLINE vacc acc_zero(void) { return 0.0; }
-BL_INLINE vacc acc_square(vacc acc, vf x) { return acc + (double)x * (double)x; }
+BL_INLINE vacc acc_square(vacc acc, vf x) { return acc + (double)(x * x); }
 BL_INLINE double acc_sum(vacc acc) { return acc; }
 
 #include "kernels.h"

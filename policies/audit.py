@@ -160,13 +160,13 @@ def _adapter_sets(infos: tuple[AdapterInfo, ...]) -> list[tuple[str, ...]]:
 
 
 def _site(site: Site, plans: list[Plan]) -> SiteReport:
-    facts, counters = site.facts, site.counters
+    facts, counters, key = site.facts, site.counters, site.common_key()
     kernels = tuple(dict.fromkeys(layer.kernel.name for layer in site.layers))
     return SiteReport(
         site=facts.name,
         kind=facts.kind,
         semantics=None if facts.semantics is None else str(facts.semantics),
-        key=None if site.contract.key is None else str(site.contract.key),
+        key=None if key is None else str(key),
         consumers=facts.consumers,
         other_readers=facts.other_readers,
         kernels=kernels,

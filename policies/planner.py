@@ -161,7 +161,7 @@ def _site_plan(
         producer=chosen.name if chosen else "",
         emulated=chosen.emulated if chosen else False,
         rejected=selection.rejected,
-        key=site.contract.key,
+        key=site.common_key(),
         raw_readers=tuple(str(reader) for reader in readers),
         blame=tuple(blame),
     )

@@ -27,7 +27,7 @@ from ..linear.kernels.emulated import EmulatedFp8Linear
 from ..linear.kernels.float import FloatLinear
 from ..linear.registry import LayerRegistry, Unwrapped
 from ..linear.routed import RoutedLinear
-from ..linear.weights import LinearModule, QuantizedWeight, find_linears, float_weight
+from ..linear.weights import FoundLinear, QuantizedWeight, find_linears, float_weight
 from ..policies.planner import Planner
 from ..policies.policy import make_policy
 from .base_facts import base_facts
@@ -138,9 +138,9 @@ class _Wrapping:
         return plain
 
     def _device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        return next(iter(self.registry)).device
 
-    def _route_linears(self) -> dict[str, LinearModule]:
+    def _route_linears(self) -> dict[str, FoundLinear]:
         originals, refused = find_linears(self.model)
         self.registry.unwrapped += [Unwrapped(name, reason) for name, reason in refused.items()]
         if not originals:
@@ -149,7 +149,8 @@ class _Wrapping:
                 "has no linear that can be wrapped",
                 "pass a model with nn.Linear or Conv1D layers",
             )
-        for index, (name, module) in enumerate(originals.items()):
+        for index, (name, found) in enumerate(originals.items()):
+            module = found.module
             layer = RoutedLinear(
                 name,
                 index,
@@ -160,8 +161,9 @@ class _Wrapping:
             )
             move_hooks(module, layer)
             self.undo.callback(move_hooks, layer, module)
-            _replace(self.model, name, layer)
-            self.undo.callback(_replace, self.model, name, module)
+            for path in found.paths:
+                _replace(self.model, path, layer)
+                self.undo.callback(_replace, self.model, path, module)
             self.registry.add(layer)
         return originals
 
@@ -189,13 +191,14 @@ class _Wrapping:
         batches = calibration_batches(self.model, calibration, tokenizer)
         return calibrate(self.model, self.registry, batches, Observer(self.config.percentile))
 
-    def _quantize(self, originals: dict[str, LinearModule], ranges: Calibration | None) -> None:
+    def _quantize(self, originals: dict[str, FoundLinear], ranges: Calibration | None) -> None:
         if self.config.quant == Quant.NONE:
             return
         skipped = self._unquantised(originals)
-        for name, module in originals.items():
+        for name, found in originals.items():
             if name in skipped:
                 continue
+            module = found.module
             layer = self.registry.layers[name]
             weight = QuantizedWeight.from_float(float_weight(module), name)
             contract = InputContract(FP8_DYNAMIC_TOKEN)
@@ -204,7 +207,7 @@ class _Wrapping:
                 contract = InputContract(FP8_STATIC_TENSOR, InputScale.checked(scale, name))
             layer.kernel = EmulatedFp8Linear(weight, module.bias, contract)
 
-    def _unquantised(self, originals: dict[str, LinearModule]) -> set[str]:
+    def _unquantised(self, originals: dict[str, FoundLinear]) -> set[str]:
         skipped = set()
         for pattern in self.config.ignore:
             matched = {name for name in originals if fnmatchcase(name, pattern)}
@@ -213,6 +216,12 @@ class _Wrapping:
                     f"ignore entry {pattern!r}", "matches no linear of the model", "correct it"
                 )
             skipped |= matched
+        # A model that computes with a weight itself would find none where it is quantised.
+        read = [layer.name for layer in self.registry if layer.weight_was_read]
+        skipped |= set(read)
+        self.registry.unwrapped += [
+            Unwrapped(name, "not quantised: the model reads its weight itself") for name in read
+        ]
         if not self.config.quantize_lm_head and self.base.output_embedding:
             skipped.add(self.base.output_embedding)
         return skipped

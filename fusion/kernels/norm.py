@@ -11,16 +11,16 @@ from .numerics import launch_options, load_bf16, round_bf16, store_e4m3
 
 @triton.jit
 def _inverse_rms(squares, columns, eps):
-    # A square of a bfloat16 is exact in float64, and the order of their sum does not show in
-    # float32: any block size gives a row the same bytes.
-    mean = (tl.sum(squares, axis=0) / columns).to(tl.float32)
+    # The order of a float64 sum does not show in float32: any block size gives a row the same
+    # bytes.
+    mean = tl.div_rn(tl.sum(squares, axis=0).to(tl.float32), columns.to(tl.float32))
     return tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
 
 
 @triton.jit
 def _square(value):
-    wide = value.to(tl.float64)
-    return wide * wide
+    # Exact in float32 for a bfloat16, where it may over- or underflow as the model's own does.
+    return (value * value).to(tl.float64)
 
 
 @triton.jit

@@ -28,6 +28,14 @@ class LinearKernel(ABC):
     in_features: int
     out_features: int
 
+    def float_weight(self) -> torch.Tensor | None:
+        """The unquantised weight, as the model stores it, where the kernel keeps it."""
+        return None
+
+    @abstractmethod
+    def bias(self) -> torch.Tensor | None:
+        """The bias, (N,), or None."""
+
     @abstractmethod
     def apply(self, x: torch.Tensor | QuantizedActivation, consumer: str) -> torch.Tensor:
         """The base output.

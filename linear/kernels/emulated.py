@@ -9,12 +9,15 @@ from __future__ import annotations
 import torch
 
 from ...core import native
+from ...core.errors import KernelUnavailableError
 from ...core.quant_key import FP8_DYNAMIC_TOKEN, FP8_STATIC_TENSOR
 from ...core.quantized_activation import QuantizedActivation, as_quantized_activation
 from ..contract import InputContract
 from ..quantizers import quantize_input
 from ..weights import QuantizedWeight
 from .base import LinearKernel
+
+_SERVED = (FP8_STATIC_TENSOR, FP8_DYNAMIC_TOKEN)
 
 
 class EmulatedFp8Linear(LinearKernel):
@@ -24,6 +27,10 @@ class EmulatedFp8Linear(LinearKernel):
         weight: codes (N, K) and scales (N, 1).
         bias: (N,), or None.
         contract: FP8 static per-tensor with its scale, or FP8 dynamic per-token.
+
+    Raises:
+        KernelUnavailableError: another key.
+        ScaleError: a static key without its scale.
     """
 
     name = "emulated-fp8"
@@ -32,12 +39,22 @@ class EmulatedFp8Linear(LinearKernel):
     def __init__(
         self, weight: QuantizedWeight, bias: torch.Tensor | None, contract: InputContract
     ) -> None:
-        assert contract.key in (FP8_STATIC_TENSOR, FP8_DYNAMIC_TOKEN)
+        if contract.key not in _SERVED:
+            raise KernelUnavailableError(
+                f"kernel {self.name}",
+                f"serves the keys {' and '.join(map(str, _SERVED))}, not {contract.key}",
+                "choose one of those, or another kernel",
+            )
+        if contract.key.static:
+            contract.static_scale(f"kernel {self.name}")
         self.contract = contract
         self.out_features, self.in_features = weight.codes.shape
         self._weight_t = decode_fp8(weight.codes).t()
         self._weight_scale = weight.scale.reshape(1, -1)
         self._bias = None if bias is None else bias.detach().float()
+
+    def bias(self) -> torch.Tensor | None:
+        return self._bias
 
     def apply(self, x: torch.Tensor | QuantizedActivation, consumer: str) -> torch.Tensor:
         quantized = as_quantized_activation(x, self.contract.key, consumer=consumer)

@@ -20,6 +20,12 @@ class FloatLinear(LinearKernel):
         self.contract = InputContract(key=None)
         self.out_features, self.in_features = linear_shape(module)
 
+    def float_weight(self) -> torch.Tensor:
+        return self.module.weight
+
+    def bias(self) -> torch.Tensor | None:
+        return self.module.bias
+
     def apply(self, x: torch.Tensor | QuantizedActivation, consumer: str) -> torch.Tensor:
         as_quantized_activation(x, None, consumer=consumer)
         return self.module(x)

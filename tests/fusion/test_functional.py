@@ -140,7 +140,6 @@ UNKNOWN = {
     "relu6 in place": lambda x: F.relu6(x, inplace=True),
     "clamped in place": lambda x: F.silu(x.clamp_(max=1)),
     "softmax": lambda x: x.softmax(-1),
-    "of rows": lambda x: F.silu(x).transpose(0, 1).contiguous().transpose(0, 1),
     "mish": nn.Mish(),
     "with weights": nn.PReLU(dtype=torch.bfloat16),
 }

@@ -48,10 +48,18 @@ def test_every_known_activation_is_written_down_here():
     assert set(MODEL_CODE) == set(ACTIVATIONS)
 
 
+#: torch's float16 GELU on a CPU differs from its own float32 one, rounded, on 403 encodings: it is
+#: rightly not taken for it.
+NOT_THE_SAME = {("gelu_erf", FP16)}
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", MODEL_CODE)
 def test_unary(name, dtype):
-    assert found(MODEL_CODE[name], 1, dtype) == ActivationSemantics(name, gated=False)
+    expected = ActivationSemantics(name, gated=False)
+    assert found(MODEL_CODE[name], 1, dtype) == (
+        None if (name, dtype) in NOT_THE_SAME else expected
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -61,6 +69,9 @@ def test_gated_in_both_orders_of_arguments(name, swapped, dtype):
     act = MODEL_CODE[name]
     function = (lambda up, gate: act(gate) * up) if swapped else (lambda gate, up: up * act(gate))
     finding, order = identify_activation(function, 2, dtype)
+    if (name, dtype) in NOT_THE_SAME:
+        assert finding.semantics is None
+        return
     assert finding.semantics == ActivationSemantics(name, gated=True)
     # identity * up is the same in either order.
     assert order == ((1, 0) if swapped and name != "identity" else (0, 1))

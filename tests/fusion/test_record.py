@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from branchline import wrap
+from branchline.core.errors import WrapError
 from branchline.fusion.record import Recording, record, row_layouts
 from branchline.linear.kernels.float import FloatLinear
 from branchline.linear.registry import LayerRegistry
@@ -161,7 +162,7 @@ def test_recording_leaves_no_hooks_also_where_the_model_fails():
         raise RuntimeError("as planned")
 
     module = routed(model(forward))
-    with pytest.raises(RuntimeError, match="as planned"):
+    with pytest.raises(WrapError, match="as planned"):
         record(module, {"x": example()})
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
 

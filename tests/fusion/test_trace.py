@@ -76,7 +76,7 @@ def semantics(cone: Cone) -> tuple[str, tuple[str, ...]]:
 
 def test_gated():
     cone = the_cone(lambda self, x: self.down(self.act(self.gate(x)) * self.up(x)))
-    assert cone.consumer.name == "down"
+    assert [layer.name for layer in cone.consumers] == ["down"]
     assert semantics(cone) == ("silu_mul", ("gate", "up"))
     assert cone.other_readers == ()
     assert set(cone.modules) == {"act"}
@@ -140,15 +140,14 @@ def test_an_activation_that_is_returned_is_read_by_the_output():
     assert any("output" in reader for reader in the_cone(forward).other_readers)
 
 
-def test_two_linears_on_one_activation_name_each_other():
+def test_two_linears_on_one_activation_share_its_cone():
     def forward(self, x):
         h = self.act(self.up(x))
         return self.down(h) + self.other(h)
 
-    found = {cone.consumer.name: cone.other_readers for cone in cones(forward)}
-    assert set(found) == {"down", "other"}
-    assert "other" in found["down"][0]
-    assert "down" in found["other"][0]
+    (cone,) = cones(forward)
+    assert [layer.name for layer in cone.consumers] == ["down", "other"]
+    assert cone.other_readers == ()
 
 
 def test_a_linear_called_twice_is_refused_by_name():
@@ -156,8 +155,8 @@ def test_a_linear_called_twice_is_refused_by_name():
         return self.down(F.silu(self.up(x))) + self.down(F.silu(self.gate(x)))
 
     found = cones(forward)
-    assert all(isinstance(entry, str) for entry in found)
-    assert all("down" in entry and "more than once" in entry for entry in found)
+    assert {entry.layer for entry in found} == {"down"}
+    assert all("more than once" in entry.reason for entry in found)
 
 
 @pytest.mark.parametrize(
@@ -203,17 +202,15 @@ class Recorded(nn.Module):
 
 
 def test_a_replaced_cone_is_computed_by_its_site():
-    module = routed(block(lambda self, x, *, factor=2.0: self.down(
-        F.silu(self.gate(x)) * self.up(x)) * factor))  # fmt: skip
+    module = routed(block(lambda self, x: self.down(F.silu(self.gate(x)) * self.up(x)) * 2.0))
     graph = trace_forward(module)
     assert isinstance(graph, fx.Graph)
     (cone,) = find_cones(module, graph)
     site = Recorded()
     gate_up = tuple(sorted(cone.inputs, key=lambda node: node.name))
     assert [node.name for node in gate_up] == ["gate", "up"]
-    replaced = replace_cones(module, graph, {cone.root: (site, gate_up)})
+    replaced = replace_cones(module, graph, [(cone, site, gate_up)])
     x = torch.randn(2, 3, K).to(DTYPE)
-    assert torch.equal(replaced(x, factor=3.0), module(x, factor=3.0))
     assert torch.equal(replaced(x), module(x))
     assert {tuple(t.shape) for t in site.inputs} == {(2, 3, 2 * K)}
     assert "silu" not in replaced.code
@@ -380,6 +377,4 @@ def test_a_model_of_nothing_but_linears_wraps():
 
 def test_in_place_semantics_never_pass_as_another_activation():
     module = routed(block(relu6_in_place))
-    (cone,) = find_cones(module, trace_forward(module))
-    finding, _ = identify_activation(cone.function, 1, DTYPE)
-    assert finding.semantics is None
+    assert "in place" in trace_forward(module)

@@ -14,7 +14,7 @@ from branchline.core.errors import CalibrationError, ConfigError
 from branchline.linear.calibration import Calibration, Observer, calibrate
 from branchline.linear.kernels.float import FloatLinear
 from branchline.linear.registry import LayerRegistry
-from branchline.linear.routed import RoutedLinear
+from branchline.linear.routed import RoutedLinear, RowLayout
 
 K = 16
 
@@ -36,6 +36,8 @@ class Flat(nn.Module):
             )
             setattr(self, name, layer)
             self.registry.add(layer)
+        # As the recorded forward finds it before a model is calibrated.
+        self.flat.row_layout = RowLayout.FLAT
 
     def forward(self, x: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
         self.flat(x.view(-1, K))
