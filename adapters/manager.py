@@ -21,6 +21,7 @@ from ..core.errors import (
     AdapterCapacityError,
     AdapterExistsError,
     AdapterNotFoundError,
+    AdapterUnsupportedError,
     BatchError,
     ConfigError,
 )
@@ -289,6 +290,7 @@ class AdapterManager:
                 "every spare slot still serves a batch in flight on an older version",
                 "try again when those batches have ended, or wrap with a higher max_loras",
             )
+        self._check_range(name, weights)
         for layer in weights.layers:
             self._stack(layer)
         version = _Version(name, self._free[0], weights)
@@ -296,6 +298,18 @@ class AdapterManager:
             self._stacks[layer].write(version.slot, lora)
         self._free.pop(0)
         return version
+
+    def _check_range(self, name: str, weights: AdapterWeights) -> None:
+        for layer, lora in weights.layers.items():
+            for what, tensor in (("lora_A", lora.a), ("lora_B", lora.b)):
+                if tensor.dtype != self._dtype and not bool(
+                    tensor.to(self._dtype).isfinite().all()
+                ):
+                    raise AdapterUnsupportedError(
+                        f"adapter '{name}'",
+                        f"{what} of {layer} holds values beyond the {self._dtype} of the slots",
+                        "wrap with lora_dtype='float32' (command line: --lora-dtype float32)",
+                    )
 
     def _stack(self, name: str) -> LoraSlots:
         stack = self._stacks.get(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +86,21 @@ class Calibration:
                 "calibrate with prompts that reach the layer, or use quant='fp8-dynamic'",
             )
         return amax / FP8_MAX
+
+    def check_belongs(self, layers: Container[str]) -> None:
+        """Refuse the calibration of another model.
+
+        Raises:
+            CalibrationError: it names a layer that the model does not have.
+        """
+        strangers = [name for name in self.input_amax if name not in layers]
+        if strangers:
+            raise CalibrationError(
+                "the calibration",
+                f"is of another model: {len(strangers)} of its layers are not in this one, "
+                f"such as {strangers[0]}",
+                "calibrate this model with prompts",
+            )
 
     def save(self, path: str | Path) -> None:
         """Write the ranges as JSON; the file appears whole or not at all."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from rich.text import Text
 from ..adapters.manager import AdapterInfo, AdapterManager
 from ..fusion.discover import Unsited
 from ..fusion.site import Site
-from ..linear.registry import Unwrapped
+from ..linear.registry import LayerRegistry, Unwrapped
 from .plan import Plan, SitePlan
 from .planner import Planner
 from .policy import make_policy
@@ -84,6 +85,15 @@ class Excluded(_Part):
     reason: str
 
 
+class KernelReport(_Part):
+    """A base matmul kernel, and how many linears it serves."""
+
+    name: str
+    key: str | None
+    emulated: bool
+    linears: int
+
+
 class AuditReport(_Part):
     """What `ServedModel.audit()` returns; `str()` is the table, `model_dump_json()` the JSON."""
 
@@ -92,6 +102,7 @@ class AuditReport(_Part):
     policy: str
     platform: str
     native_reason: str
+    kernels: tuple[KernelReport, ...]
     adapter_sets: tuple[tuple[str, ...], ...]
     sites: tuple[SiteReport, ...]
     adapters: tuple[AdapterReport, ...]
@@ -143,11 +154,24 @@ def audit(
         policy=chosen.name,
         platform=str(planner.platform),
         native_reason=planner.platform.native_reason,
+        kernels=_kernels(planner.registry),
         adapter_sets=tuple(tuple(sorted(names)) for names in sets),
         sites=tuple(_site(site, plans) for site in planner.sites),
         adapters=tuple(_adapter(info, alone[info.name], base) for info in infos),
         unsited=tuple(Excluded(name=u.layer, reason=u.reason) for u in unsited),
         unwrapped=_unwrapped(planner.registry.unwrapped),
+    )
+
+
+def _kernels(registry: LayerRegistry) -> tuple[KernelReport, ...]:
+    counts = Counter(
+        (layer.kernel.name, layer.kernel.contract.key, layer.kernel.emulated) for layer in registry
+    )
+    return tuple(
+        KernelReport(
+            name=name, key=None if key is None else str(key), emulated=emulated, linears=count
+        )
+        for (name, key, emulated), count in counts.items()
     )
 
 
@@ -213,6 +237,10 @@ def _unwrapped(entries: Iterable[Unwrapped]) -> tuple[Excluded, ...]:
 
 def _headline(report: AuditReport) -> Text:
     text = Text(f"policy {report.policy}, {report.platform}, epoch {report.epoch}")
+    for kernel in report.kernels:
+        takes = f"takes {kernel.key}" if kernel.key else "takes raw activations"
+        note = "; emulated: float32 weights in memory" if kernel.emulated else ""
+        text.append(f"\n{kernel.linears} linears by kernel {kernel.name} ({takes}{note})")
     if report.native_reason:
         text.append(f"\nC kernels: {report.native_reason}", style="yellow")
     return text

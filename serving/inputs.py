@@ -92,7 +92,7 @@ def load_tokenizer(model: nn.Module) -> Any:
     if not name:
         raise CalibrationError("calibration texts", "the model was built without a folder", remedy)
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, local_files_only=True)
     except (OSError, ValueError) as error:
         reason = f"no tokenizer lies at {name!r} ({error})"
         raise CalibrationError("calibration texts", reason, remedy) from error

@@ -16,7 +16,7 @@ from torch import nn
 from ..adapters.from_peft import unwrap_peft, weights_from_peft
 from ..adapters.manager import AdapterManager
 from ..adapters.source import AdapterWeights, BaseFacts
-from ..core.errors import CalibrationError, ConfigError, WrapError
+from ..core.errors import CalibrationError, ConfigError, KernelUnavailableError, WrapError
 from ..core.platform import detect_platform
 from ..core.quant_key import FP8_DYNAMIC_TOKEN, FP8_STATIC_TENSOR
 from ..fusion import REGISTRY, discover
@@ -96,9 +96,12 @@ class _Wrapping:
         self.undo.callback(self.model.train, self.training)
         self.model.eval()
         originals = self._route_linears()
+        skipped = self._ignored(originals)
+        self._check_settings(calibration)
         found = discover(self.model, self.registry, example or example_inputs(self.model))
         ranges = self._ranges(calibration, tokenizer)
-        self._quantize(originals, ranges)
+        if self.config.quant != Quant.NONE:
+            self._quantize(originals, skipped, ranges)
         found.install()
         self.undo.callback(found.uninstall)
         planner = Planner(
@@ -112,7 +115,7 @@ class _Wrapping:
         )
         manager = self._manager(planner)
         self.registry.serve_base_batches_from(manager.base_batch)
-        planner.plan({})
+        self._check_forced(planner)
         for name, weights in self.adapters.items():
             manager.install(name, weights)
         return ServedModel(self.model, self.config, self.registry, planner, manager, found, ranges)
@@ -171,12 +174,6 @@ class _Wrapping:
         self, calibration: Prompts | Calibration | str | Path | None, tokenizer: Any
     ) -> Calibration | None:
         if self.config.quant != Quant.FP8_STATIC:
-            if calibration is not None:
-                raise ConfigError(
-                    f"quant='{self.config.quant}'",
-                    "has no static scales to calibrate",
-                    "drop the calibration, or use quant='fp8-static'",
-                )
             return None
         if calibration is None:
             raise CalibrationError(
@@ -185,16 +182,37 @@ class _Wrapping:
                 "pass calibration=prompts (or a saved calibration), or use quant='fp8-dynamic'",
             )
         if isinstance(calibration, str | Path):
-            return Calibration.load(calibration)
+            calibration = Calibration.load(calibration)
         if isinstance(calibration, Calibration):
+            calibration.check_belongs(self.registry.layers)
             return calibration
         batches = calibration_batches(self.model, calibration, tokenizer)
         return calibrate(self.model, self.registry, batches, Observer(self.config.percentile))
 
-    def _quantize(self, originals: dict[str, FoundLinear], ranges: Calibration | None) -> None:
-        if self.config.quant == Quant.NONE:
-            return
-        skipped = self._unquantised(originals)
+    def _check_settings(self, calibration: object) -> None:
+        """Refuse what would otherwise be ignored."""
+        static = self.config.quant == Quant.FP8_STATIC
+        if not static and calibration is not None:
+            raise ConfigError(
+                f"quant='{self.config.quant}'",
+                "has no static scales to calibrate",
+                "drop the calibration, or use quant='fp8-static'",
+            )
+        saved = isinstance(calibration, str | Path | Calibration)
+        if "percentile" in self.config.model_fields_set and (saved or not static):
+            raise ConfigError(
+                f"percentile={self.config.percentile}",
+                "only counts where scales are calibrated from prompts",
+                "drop it, or calibrate again with quant='fp8-static'",
+            )
+
+    def _quantize(
+        self,
+        originals: dict[str, FoundLinear],
+        skipped: set[str],
+        ranges: Calibration | None,
+    ) -> None:
+        skipped = skipped | self._whose_weight_is_read()
         for name, found in originals.items():
             if name in skipped:
                 continue
@@ -207,7 +225,15 @@ class _Wrapping:
                 contract = InputContract(FP8_STATIC_TENSOR, InputScale.checked(scale, name))
             layer.kernel = EmulatedFp8Linear(weight, module.bias, contract)
 
-    def _unquantised(self, originals: dict[str, FoundLinear]) -> set[str]:
+    def _whose_weight_is_read(self) -> set[str]:
+        # A model that computes with a weight itself would find none where it is quantised.
+        read = [layer.name for layer in self.registry if layer.weight_was_read]
+        self.registry.unwrapped += [
+            Unwrapped(name, "not quantised: the model reads its weight itself") for name in read
+        ]
+        return set(read)
+
+    def _ignored(self, originals: dict[str, FoundLinear]) -> set[str]:
         skipped = set()
         for pattern in self.config.ignore:
             matched = {name for name in originals if fnmatchcase(name, pattern)}
@@ -216,15 +242,21 @@ class _Wrapping:
                     f"ignore entry {pattern!r}", "matches no linear of the model", "correct it"
                 )
             skipped |= matched
-        # A model that computes with a weight itself would find none where it is quantised.
-        read = [layer.name for layer in self.registry if layer.weight_was_read]
-        skipped |= set(read)
-        self.registry.unwrapped += [
-            Unwrapped(name, "not quantised: the model reads its weight itself") for name in read
-        ]
         if not self.config.quantize_lm_head and self.base.output_embedding:
             skipped.add(self.base.output_embedding)
         return skipped
+
+    def _check_forced(self, planner: Planner) -> None:
+        """Plan once, so that what cannot work is refused now (I14)."""
+        plan = planner.plan({}, make_policy("dynamic"))
+        forced = self.config.producer
+        if forced and all(site.producer != forced for site in plan.sites):
+            reasons = dict.fromkeys(site.reason for site in plan.sites) or ["there are no sites"]
+            raise KernelUnavailableError(
+                f"producer {forced!r}",
+                f"was forced, but no site can use it: {'; '.join(reasons)}",
+                "drop the forced choice",
+            )
 
     def _manager(self, planner: Planner) -> AdapterManager:
         some_layer = next(iter(self.registry))
