@@ -302,14 +302,13 @@ class AdapterManager:
     def _check_range(self, name: str, weights: AdapterWeights) -> None:
         for layer, lora in weights.layers.items():
             for what, tensor in (("lora_A", lora.a), ("lora_B", lora.b)):
-                if tensor.dtype != self._dtype and not bool(
-                    tensor.to(self._dtype).isfinite().all()
-                ):
-                    raise AdapterUnsupportedError(
-                        f"adapter '{name}'",
-                        f"{what} of {layer} holds values beyond the {self._dtype} of the slots",
-                        "wrap with lora_dtype='float32' (command line: --lora-dtype float32)",
-                    )
+                if bool(tensor.to(self._dtype).isfinite().all()):
+                    continue
+                raise AdapterUnsupportedError(
+                    f"adapter '{name}'",
+                    f"{what} of {layer} holds values beyond the {self._dtype} of the slots",
+                    "wrap with lora_dtype='float32' (command line: --lora-dtype float32)",
+                )
 
     def _stack(self, name: str) -> LoraSlots:
         stack = self._stacks.get(name)

@@ -1,6 +1,6 @@
-"""One FP8 base model, three adapters, one batch: what branchline does, in two minutes on a CPU.
+"""One FP8 base model, three adapters, one batch: what branchline does, shown on a CPU.
 
-Run by `make demo`.  The model is converted once (another minute) and kept in the cache.
+Run by `make demo`; takes a minute or two.  The model is converted once and kept in the cache.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import threading
 import time
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr
 from pathlib import Path
@@ -35,7 +36,14 @@ from branchline import BranchlineError, ServedModel, wrap
 
 ADAPTERS = Path(__file__).parent / "adapters"
 PROMPT = "What is the capital of France?"
-ROWS = (None, "shout", "json", "pirate")
+# Of the mixed batch: who is asked what; None is the base model itself.
+ROWS = (
+    (None, PROMPT),
+    ("shout", "Hello, how are you?"),
+    ("json", PROMPT),
+    ("pirate", PROMPT),
+)
+NAMES = tuple(name for name, _ in ROWS)
 MAX_NEW_TOKENS = 24
 # Tokens that the old version has written when the swap begins, and when it must have happened.
 SWAP_BEGINS, SWAP_ENDS = 2, 6
@@ -81,13 +89,15 @@ def encode(tokenizer: Any, prompts: list[str]) -> dict[str, torch.Tensor]:
     return dict(encoded)
 
 
-def ask(served: ServedModel, tokenizer: Any, rows: list[str | None], **settings: Any) -> list[str]:
-    """One greedy generate call; every row takes its own adapter."""
-    inputs = encode(tokenizer, [PROMPT] * len(rows))
+def ask(
+    served: ServedModel, tokenizer: Any, rows: Sequence[tuple[str | None, str]], **settings: Any
+) -> list[str]:
+    """One greedy generate call; every row is asked its own prompt and takes its own adapter."""
+    inputs = encode(tokenizer, [prompt for _, prompt in rows])
     with torch.inference_mode():
         out = served.generate(
             **inputs,
-            adapter_names=rows,
+            adapter_names=[name for name, _ in rows],
             max_new_tokens=MAX_NEW_TOKENS,
             do_sample=False,
             **settings,
@@ -96,10 +106,10 @@ def ask(served: ServedModel, tokenizer: Any, rows: list[str | None], **settings:
     return tokenizer.batch_decode(new, skip_special_tokens=True)
 
 
-def base_row_logits(served: ServedModel, tokenizer: Any, rows: list[str | None]) -> bytes:
-    """The bytes of the first row's logits, in a batch with `rows`."""
+def base_row_logits(served: ServedModel, tokenizer: Any, names: Sequence[str | None]) -> bytes:
+    """The bytes of the first row's logits, in a batch whose rows take the adapters `names`."""
     with torch.inference_mode():
-        logits = served(**encode(tokenizer, [PROMPT] * len(rows)), adapter_names=rows).logits
+        logits = served(**encode(tokenizer, [PROMPT] * len(names)), adapter_names=names).logits
     return logits[0].contiguous().view(torch.uint8).numpy().tobytes()
 
 
@@ -137,7 +147,7 @@ def load() -> tuple[ServedModel, Any]:
 def load_adapters(served: ServedModel) -> None:
     heading("2. Three PEFT adapters on it")
     table = Table("adapter", "rank", "linears it changes", "bytes")
-    for name in ROWS:
+    for name in NAMES:
         if name is not None:
             info = served.adapters.load(name, ADAPTERS / name)
             table.add_row(name, str(info.rank), str(info.layers), f"{info.nbytes:,}")
@@ -146,10 +156,10 @@ def load_adapters(served: ServedModel) -> None:
 
 def mixed_batch(served: ServedModel, tokenizer: Any) -> None:
     heading("3. One generate call answers for all of them")
-    say(f"Each row is asked: {PROMPT}")
-    table = Table("row", "adapter", "answer", show_lines=True)
-    for i, (name, answer) in enumerate(zip(ROWS, ask(served, tokenizer, list(ROWS)), strict=True)):
-        table.add_row(str(i), name or "(base model)", Text(answer))
+    table = Table("row", "adapter", "asked", "answer", show_lines=True)
+    answers = ask(served, tokenizer, ROWS)
+    for i, ((name, prompt), answer) in enumerate(zip(ROWS, answers, strict=True)):
+        table.add_row(str(i), name or "(base model)", prompt, Text(answer))
     console.print(table)
 
 
@@ -157,18 +167,18 @@ def fused_where_possible(
     served: ServedModel, tokenizer: Any, before: bytes, first: Counter[str]
 ) -> None:
     heading("4. Every batch is fused where its own adapters allow it")
-    batches: tuple[list[str | None], ...] = (
-        [None, "shout", "shout", "shout"],
-        [None, "json", "json", "json"],
-        list(ROWS),
+    batches: tuple[tuple[str | None, ...], ...] = (
+        (None, "shout", "shout", "shout"),
+        (None, "json", "json", "json"),
+        NAMES,
     )
     table = Table("other rows of the batch", "sites fused", "unfused", "base row's logits")
     table.add_row("base model", str(first["fused"]), str(first["unfused"]), "")
-    for rows in batches:
+    for names in batches:
         earlier = calls(served)
-        check(base_row_logits(served, tokenizer, rows) == before, "the base row has changed")
+        check(base_row_logits(served, tokenizer, names) == before, "the base row has changed")
         ran = calls(served) - earlier
-        others = ", ".join(dict.fromkeys(name or "base model" for name in rows[1:]))
+        others = ", ".join(dict.fromkeys(name or "base model" for name in names[1:]))
         table.add_row(others, str(ran["fused"]), str(ran["unfused"]), "the same bytes")
     console.print(table)
     say(
@@ -212,16 +222,16 @@ class Pace(StoppingCriteria):
 
 def swap_while_answering(served: ServedModel, tokenizer: Any) -> None:
     heading("5. Swap an adapter while it answers")
-    pace = Pace()
+    pace, asked = Pace(), [("pirate", PROMPT)]
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(ask, served, tokenizer, ["pirate"], stopping_criteria=[pace])
+        running = pool.submit(ask, served, tokenizer, asked, stopping_criteria=[pace])
         pace.begun.wait(PATIENCE)
         served.adapters.swap("pirate", ADAPTERS / "pirate-v2")
         at_swap, unfinished = pace.tokens, not running.done()
         pace.swapped.set()
         old = running.result()[0]
     check(unfinished, "the batch ended before the swap")
-    new = ask(served, tokenizer, ["pirate"])[0]
+    new = ask(served, tokenizer, asked)[0]
     check(old.startswith("Arr") and new.startswith("Ahoy"), f"old {old!r}, new {new!r}")
     table = Table("batch", "version of pirate", "answer", show_lines=True)
     table.add_row("running during the swap", "the old one, to its end", Text(old))
@@ -238,13 +248,13 @@ def unload(served: ServedModel, tokenizer: Any, before: bytes) -> None:
     served.adapters.unload("json")
     say(f"Loaded now: {', '.join(info.name for info in served.adapters.list())}.")
     try:
-        ask(served, tokenizer, ["json"])
+        ask(served, tokenizer, [("json", PROMPT)])
     except BranchlineError as error:
         say(f"A row that asks json is refused: {error}.")
     else:
         check(False, "an unloaded adapter answered")
-    rows = [None, "shout", None, "pirate"]
-    check(base_row_logits(served, tokenizer, rows) == before, "the base row has changed")
+    names = (None, "shout", None, "pirate")
+    check(base_row_logits(served, tokenizer, names) == before, "the base row has changed")
     say("The base model's row: still the same bytes as before any adapter was loaded.")
 
 

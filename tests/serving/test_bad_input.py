@@ -155,11 +155,33 @@ def test_settings(llama):
         ({"ignore": ["model.layers.7.*"]}, r"layers\.7"),
         ({"percentile": 0.0}, "percentile"),
         ({"quant": "fp8-dynamic", "calibration": CALIBRATION}, "no static scales"),
+        ({"quant": "none", "ignore": ["nonsense"]}, "nonsense"),
+        ({"percentile": 99.0, "calibration": llama.wrap().calibration}, "percentile"),
+        ({"percentile": 99.0, "quant": "fp8-dynamic"}, "percentile"),
     ]:
         with pytest.raises(errors.ConfigError, match=words):
             llama.wrap(**settings)
-    with pytest.raises(errors.KernelUnavailableError, match="triton"):
-        llama.wrap(producer="triton")
+    for settings in ({}, {"quant": "none"}, {"quant": "fp8-dynamic"}):
+        with pytest.raises(errors.KernelUnavailableError, match="triton"):
+            llama.wrap(producer="triton", **settings)
+
+
+def test_the_calibration_of_another_model(llama, make_family):
+    with pytest.raises(errors.CalibrationError, match="another model"):
+        llama.wrap(calibration=make_family("gpt2").wrap().calibration)
+
+
+def test_weights_beyond_the_dtype_of_the_slots(llama, copy_of):
+    path = copy_of / "adapter_model.safetensors"
+    tensors = load_file(path)
+    next(iter(tensors.values())).view(-1)[3] = 1e5
+    save_file(tensors, path)
+    served = llama.wrap(lora_dtype="float16")
+    with pytest.raises(errors.AdapterUnsupportedError, match="lora_dtype"):
+        served.adapters.load("big", copy_of)
+    assert served.adapters.list() == ()
+    served = llama.wrap(lora_dtype="float32")
+    served.adapters.load("big", copy_of)
 
 
 def test_a_failed_wrap_leaves_the_model_alone():

@@ -7,11 +7,11 @@ import json
 import sys
 from pathlib import Path
 
-import branchline
 import pytest
 import torch
-from branchline.fusion import Route
 
+import branchline
+from branchline.fusion import Route
 from tests.serving.test_routes import assert_same_bytes, routes_ran
 
 pytestmark = pytest.mark.real_model
@@ -90,9 +90,7 @@ def answers(served, tokenizer, prompts):
 
     def ask(names, question, tokens=28):
         batch = prompts([question] * len(names))
-        out = served.generate(
-            **batch, adapter_names=names, max_new_tokens=tokens, do_sample=False
-        )
+        out = served.generate(**batch, adapter_names=names, max_new_tokens=tokens, do_sample=False)
         return tokenizer.batch_decode(
             out[:, batch["input_ids"].shape[1] :], skip_special_tokens=True
         )
