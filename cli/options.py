@@ -24,8 +24,8 @@ def with_settings(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command one flag for each field of `model`, in place of its parameter `settings`.
 
-    The command is called with `settings`, a checked `model`.  A value that the model refuses is a
-    usage error that names the flag.
+    The command is called with `settings`, a checked `model` in which only the flags that were
+    given are set.  A value that the model refuses is a usage error that names the flag.
 
     Args:
         model: name, type, default, description and bounds of its fields make the flags.
@@ -37,13 +37,18 @@ def with_settings(
         flags = [_flag(name, field) for name, field in model.model_fields.items()]
         own = [p for p in signature.parameters.values() if p.name != "settings"]
 
-        def run(**given: Any) -> None:
+        def run(context: typer.Context, **given: Any) -> None:
             values = {flag.name: given.pop(flag.name) for flag in flags}
-            command(**given, settings=_checked(model, values))
+            # Only what was typed counts as set; the model's own defaults stand for the rest.
+            typed = {name: value for name, value in values.items() if _was_typed(context, name)}
+            command(**given, settings=_checked(model, typed))
 
         run.__name__, run.__doc__ = command.__name__, command.__doc__
         run.__module__ = command.__module__
-        made = signature.replace(parameters=[*own, *flags])
+        context = inspect.Parameter(
+            "context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context
+        )
+        made = signature.replace(parameters=[context, *own, *flags])
         run.__signature__ = made  # pyright: ignore[reportFunctionMemberAccess]
         run.__annotations__ = {p.name: p.annotation for p in made.parameters.values()}
         return run
@@ -103,11 +108,14 @@ def _help(field: FieldInfo) -> str:
     return f"{text} ({', '.join(limits)})".strip() if limits else text
 
 
+def _was_typed(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
+
+
 def _checked(model: type[_Model], values: dict[str, Any]) -> _Model:
-    # None and [] mean "not given": the model's own default then stands.
-    given = {name: value for name, value in values.items() if value is not None and value != []}
     try:
-        return model.model_validate(given)
+        return model.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
         # A validator's own exception says more than pydantic's wrapping of it.

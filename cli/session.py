@@ -123,7 +123,9 @@ class Session:
         if self._static:
             calibration = calibration_data(self.calibration, lambda: self.tokenizer)
         note(f"wrapping {type(model).__name__}")
-        served = wrap(model, calibration=calibration, **self.settings.model_dump())
+        # Unset settings stay unset: `wrap` refuses one that is set and would have no effect.
+        settings = self.settings.model_dump(exclude_unset=True)
+        served = wrap(model, calibration=calibration, **settings)
         for adapter in self.adapters:
             info = served.adapters.load(adapter.name, adapter.path)
             note(f"loaded adapter {info.name} (rank {info.rank}, {info.layers} linears)")

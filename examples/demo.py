@@ -173,7 +173,7 @@ def fused_where_possible(
         NAMES,
     )
     table = Table("other rows of the batch", "sites fused", "unfused", "base row's logits")
-    table.add_row("base model", str(first["fused"]), str(first["unfused"]), "")
+    table.add_row("base model", str(first["fused"]), str(first["unfused"]), "(before)")
     for names in batches:
         earlier = calls(served)
         check(base_row_logits(served, tokenizer, names) == before, "the base row has changed")

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForSequenceClassification, LlamaModel
 
 from branchline import Calibration, __version__
+from branchline.cli.checkpoint import load_model
 
 
 def copy_of(folder: Path, target: Path) -> Path:
@@ -73,11 +74,28 @@ def test_the_table_names_sites_adapters_and_policy(branchline, model_folder, sql
         assert part in done.out
 
 
+def test_what_a_library_prints_does_not_reach_stdout(branchline, model_folder, monkeypatch):
+    def noisy(folder):
+        print("loading shards")
+        return load_model(folder)
+
+    monkeypatch.setattr("branchline.cli.session.load_model", noisy)
+    done = branchline("audit", model_folder, "--json")
+    assert done.json["schema_version"] >= 1
+    assert "loading shards" in done.err
+
+
 def test_settings_reach_the_model(branchline, model_folder):
     done = branchline("audit", model_folder, "--ignore", "*.down_proj", "--json")
     keys = {site["consumers"][0].rpartition(".")[2]: site["key"] for site in done.json["sites"]}
     assert keys["down_proj"] is None
     assert keys["q_proj"] == "fp8-dynamic-token"
+
+
+def test_a_setting_without_effect_is_refused(branchline, model_folder):
+    line = error_line(branchline("audit", model_folder, "--percentile", "99.9"))
+    assert "percentile" in line
+    assert "fp8-static" in line
 
 
 @pytest.mark.parametrize("architectures", [None, ["LlamaModel"]])

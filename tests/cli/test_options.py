@@ -85,6 +85,12 @@ def test_without_flags_the_settings_are_the_defaults(run):
         result, settings = run(model)
         assert result.exit_code == 0, result.output
         assert settings == model()
+        assert settings.model_fields_set == set()
+
+
+def test_only_what_is_given_counts_as_set(run):
+    _, settings = run(Extended, "--max-loras", "8", "--warm", "--ratios", "0.5")
+    assert settings.model_fields_set == {"max_loras", "warm", "ratios"}
 
 
 def test_values_arrive_as_the_fields_types(run):
