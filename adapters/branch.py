@@ -8,6 +8,8 @@ to, since adding a zero would turn -0.0 into 0.0.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from ..core.errors import RawConsumerError
@@ -62,14 +64,28 @@ class LoraSlots:
         self.b[slot].zero_()
         self.scaling[slot] = 0.0
 
+    def shrink(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """`x` (rows, ..., K) times each row's A: float32 (rows, tokens, rank)."""
+        rows = x.shape[0]
+        return torch.bmm(x.reshape(rows, -1, x.shape[-1]).float(), self.a[index].float().mT)
+
+    def expand(self, shrunk: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """`shrunk` (rows, tokens, rank) times each row's B and scaling: float32 (..., N)."""
+        delta = torch.bmm(shrunk, self.b[index].float().mT)
+        return delta.mul_(self.scaling[index].view(-1, 1, 1))
+
     def add(
-        self, out: torch.Tensor, raw: torch.Tensor, slots: torch.Tensor, mask: torch.Tensor
+        self,
+        out: torch.Tensor,
+        raw: Callable[[], torch.Tensor],
+        slots: torch.Tensor,
+        mask: torch.Tensor,
     ) -> torch.Tensor:
         """Add each masked row's branch.
 
         Args:
             out: (rows, ..., N), the base output.
-            raw: (rows, ..., K), the raw activation.
+            raw: gives the raw activation, (rows, ..., K).
             slots: int64 (rows,), -1 for none.
             mask: bool (rows,), whether the row's adapter has a branch here.
 
@@ -77,19 +93,16 @@ class LoraSlots:
             (rows, ..., N) in the dtype of `out`: float32 accumulation, one rounding.
 
         Raises:
-            RawConsumerError: `raw` holds codes.
+            RawConsumerError: there are only codes.
         """
-        if raw.dtype.itemsize == 1:
+        x = raw()
+        if x.dtype.itemsize == 1:
             raise RawConsumerError(
                 f"the adapter branch on '{self.name}'",
-                f"was handed {raw.dtype} codes instead of the raw activation",
+                f"was handed {x.dtype} codes instead of the raw activation",
                 "route the layer's site unfused while an adapter is live",
             )
-        rows = raw.shape[0]
         index = torch.where(mask, slots, 0)
-        x = raw.reshape(rows, -1, raw.shape[-1]).float()
-        shrunk = torch.bmm(x, self.a[index].float().mT)
-        delta = torch.bmm(shrunk, self.b[index].float().mT)
-        delta *= self.scaling[index].view(rows, 1, 1)
-        wide = mask.view(rows, *[1] * (out.dim() - 1))
+        delta = self.expand(self.shrink(x, index), index)
+        wide = mask.view(-1, *[1] * (out.dim() - 1))
         return torch.where(wide, (out.float() + delta.view(out.shape)).to(out.dtype), out)

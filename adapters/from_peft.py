@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any
 
 import torch
-from peft import PeftModel, get_peft_model_state_dict
+from peft import PeftModel
 from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
@@ -65,8 +65,7 @@ def weights_from_peft(
         raise AdapterNotFoundError(source, f"the model's adapters are {known}", "check the name")
     _refuse_merged(model)
     parsed = parse_lora_config(_plain(model.peft_config[name].to_dict()), source)
-    # Never "auto": that looks the base model up by its name, on the network if need be.
-    tensors = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    tensors = _live_tensors(model, name)
     headers = [
         TensorHeader(key, _DTYPES.get(value.dtype, str(value.dtype)), tuple(value.shape))
         for key, value in tensors.items()
@@ -80,6 +79,29 @@ def weights_from_peft(
         source=source,
         subject=source,
     )
+
+
+def _live_tensors(model: PeftModel, name: str) -> dict[str, torch.Tensor]:
+    """The adapter's tensors by the names that `save_pretrained` gives them.
+
+    Read off the layers: PEFT's own extraction cuts the adapter's name out of every key by text,
+    so an adapter called like a module ("mlp") would lose tensors.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for path, layer in model.get_base_model().named_modules():
+        if not isinstance(layer, LoraLayer):
+            continue
+        for table in layer.adapter_layer_names:
+            held = getattr(layer, table)
+            if name not in held:
+                continue
+            value, prefix = held[name], f"base_model.model.{path}.{table}"
+            if isinstance(value, torch.Tensor):
+                tensors[prefix] = value
+            else:
+                for key, parameter in value.named_parameters():
+                    tensors[f"{prefix}.{key}"] = parameter
+    return tensors
 
 
 def plain_modules(peft_model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

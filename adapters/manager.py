@@ -26,7 +26,7 @@ from ..core.errors import (
     ConfigError,
 )
 from ..linear.batch import Batch, BatchPlan, batch_scope
-from ..linear.registry import LayerRegistry
+from ..linear.registry import Holder, LayerRegistry
 from .branch import LoraSlots
 from .read import read_adapter
 from .source import AdapterWeights, BaseFacts
@@ -142,6 +142,7 @@ class AdapterManager:
             AdapterExistsError: the name is taken.
             AdapterCapacityError: no slot is free.
         """
+        self._check_range(name, weights)
         with self._lock:
             self._check_can_load(name)
             version = self._enter(name, weights)
@@ -161,6 +162,7 @@ class AdapterManager:
         with self._lock:
             self._version(name)
         weights = self._read(path)
+        self._check_range(name, weights)
         with self._lock:
             old = self._version(name)
             new = self._enter(name, weights)
@@ -290,7 +292,6 @@ class AdapterManager:
                 "every spare slot still serves a batch in flight on an older version",
                 "try again when those batches have ended, or wrap with a higher max_loras",
             )
-        self._check_range(name, weights)
         for layer in weights.layers:
             self._stack(layer)
         version = _Version(name, self._free[0], weights)
@@ -328,23 +329,24 @@ class AdapterManager:
         return stack
 
     def _publish(self, added: _Version | None, removed: _Version | None, reason: str) -> None:
-        changes: dict[str, dict[int, str]] = {}
+        changes: dict[str, dict[int, Holder]] = {}
 
-        def holders(name: str) -> dict[int, str]:
+        def holders(name: str) -> dict[int, Holder]:
             if name not in changes:
                 changes[name] = dict(self._registry.branches(self._registry.layers[name]))
             return changes[name]
 
         if added:
             for name in added.layers:
-                holders(name)[added.key] = added.name
+                holders(name)[added.key] = Holder(added.name)
                 self._held[self._registry.layers[name].index, added.slot] = True
         if removed:
             for name in removed.layers:
                 holders(name).pop(removed.key)
             removed.retired = True
-            self._reclaim(removed)
         self._registry.set_branches(changes, reason)
+        if removed:
+            self._reclaim(removed)
 
     def _reclaim(self, version: _Version) -> None:
         """Empty the slot of a version that no name and no batch refers to."""

@@ -115,6 +115,8 @@ class QuantKey:
             return f"{self.scale_format} scales lie in {served}, not in {self.scale_dtype}"
         if not self.symmetric:
             return "asymmetric quantisation is not served"
+        if not self.static and self.granularity == TENSOR:
+            return "a dynamic per-tensor scale would make a row depend on its neighbours"
         if self.static and self.granularity != TENSOR:
             return f"a static scale is per tensor, not per {self.granularity}"
         if self.row_multiple < 1 or self.scale_multiple < 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -21,7 +21,8 @@ class QuantizedActivation:
     `RawConsumerError`, naming the producer and the consumer (I1).
 
     Attributes:
-        data: the codes, `quant_key.code_shape(orig_shape)`, `quant_key.code_dtype`.
+        codes: what was passed as `data`: `quant_key.code_shape(orig_shape)`, of
+            `quant_key.code_dtype`.
         scale: `quant_key.scale_shape(orig_shape)`, `quant_key.scale_dtype`; multiplies the codes.
         orig_dtype: dtype of the activation the codes stand for.
         orig_shape: its shape (..., K).
@@ -35,7 +36,7 @@ class QuantizedActivation:
         MalformedActivationError: a dtype, shape or device that contradicts the key.
     """
 
-    data: torch.Tensor
+    data: InitVar[torch.Tensor]
     scale: torch.Tensor
     orig_dtype: torch.dtype
     orig_shape: torch.Size
@@ -43,8 +44,12 @@ class QuantizedActivation:
     raw: torch.Tensor | None = None
     producer: str = "an unnamed producer"
     global_scale: torch.Tensor | None = None
+    codes: torch.Tensor = field(init=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, data: torch.Tensor) -> None:
+        # `x.data` is how torch code reads a tensor's values: here it must refuse, not hand out
+        # codes.  So what is passed as `data` is kept under another name.
+        object.__setattr__(self, "codes", data)
         object.__setattr__(self, "orig_shape", torch.Size(self.orig_shape))
         reason = self._fault()
         if reason:
@@ -62,13 +67,13 @@ class QuantizedActivation:
         if not self.orig_dtype.is_floating_point or self.orig_dtype.itemsize < 2:
             return f"the original dtype must be float16, bfloat16 or float32, not {self.orig_dtype}"
         for what, tensor, dtype, expected in (
-            ("codes", self.data, key.code_dtype, key.code_shape(shape)),
+            ("codes", self.codes, key.code_dtype, key.code_shape(shape)),
             ("scale", self.scale, key.scale_dtype, key.scale_shape(shape)),
             ("raw", self.raw, self.orig_dtype, shape),
         ):
             if tensor is None:
                 continue
-            fault = _tensor_fault(what, tensor, dtype, expected, self.data.device)
+            fault = _tensor_fault(what, tensor, dtype, expected, self.codes.device)
             if fault:
                 return fault
         if key.global_scale != (self.global_scale is not None):
@@ -82,7 +87,7 @@ class QuantizedActivation:
         if scale.numel() != 1:
             return f"global scale has {scale.numel()} elements, expected 1"
         shape = tuple(scale.shape)
-        return _tensor_fault("global scale", scale, torch.float32, shape, self.data.device)
+        return _tensor_fault("global scale", scale, torch.float32, shape, self.codes.device)
 
     def _layout_fault(self) -> str | None:
         if self.quant_key.layout != ScaleLayout.COLUMN_MAJOR:
@@ -104,7 +109,7 @@ class QuantizedActivation:
     @property
     def device(self) -> torch.device:
         """Device of the codes."""
-        return self.data.device
+        return self.codes.device
 
     @property
     def ndim(self) -> int:

@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from ..core.oracle import NormSemantics
 from ..linear.batch import BarePlan, Batch, batch_scope
-from ..linear.hooks import unwatch_hooks
+from ..linear.hooks import hooks_suspended, unwatch_hooks
 from ..linear.registry import LayerRegistry, SharedInput
 from ..linear.routed import RoutedLinear, RowLayout
 from .identify import PROBE_ERRORS, identify_activation, identify_norm, same_bytes
@@ -252,6 +252,14 @@ def discover(
     Raises:
         WrapError: the model cannot run on the inputs.
     """
+    # Foreign hooks must see no probe, and change none.
+    with hooks_suspended(model):
+        return _discover(model, registry, inputs)
+
+
+def _discover(
+    model: nn.Module, registry: LayerRegistry, inputs: Mapping[str, torch.Tensor]
+) -> Discovery:
     for layer in registry:
         layer.weight_was_read = False
     recording = record(model, inputs)

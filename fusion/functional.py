@@ -17,7 +17,7 @@ from ..core.route import Route
 from ..linear.hooks import hook_names
 from ..linear.routed import RoutedLinear
 from .identify import Finding, identify_activation
-from .producers.base import ProducerRequest
+from .producers.base import Emission, ProducerRequest
 from .registry import REGISTRY
 
 _findings: weakref.WeakKeyDictionary[Any, dict[tuple[torch.dtype, str], Finding]] = (
@@ -32,7 +32,8 @@ def maybe_fused_act_quant(
 ) -> torch.Tensor | QuantizedActivation:
     """``act_fn(x)``, or ``act_fn(gate) * up``, for `linear`; quantised in one step where right.
 
-    It is right where the linear takes static FP8 codes, nothing in the batch in flight reads the
+    It is right where the linear takes static FP8 codes, the model was not wrapped by policy
+    "static" with room for adapters, nothing in the batch in flight reads the
     raw activation (I2), `act_fn` is proved equal to a known activation (I4; the proof is kept with
     the object), and a producer accepts the tensors.  Everywhere else the raw activation comes
     back, computed by `act_fn` itself; the linear gives the same bytes for either.
@@ -62,8 +63,10 @@ def _codes(
     inputs: tuple[torch.Tensor, ...],
     linear: RoutedLinear,
 ) -> QuantizedActivation | None:
-    key, scale = linear.kernel.contract.key, linear.kernel.contract.scale
-    if key is None or scale is None or linear.reads_raw():
+    contract, rules = linear.kernel.contract, linear.rules
+    if contract.key is None or contract.scale is None or linear.reads_raw():
+        return None
+    if rules.never_fused and linear.takes_branches:
         return None
     if isinstance(act_fn, nn.Module) and hook_names(act_fn):
         return None
@@ -72,24 +75,16 @@ def _codes(
         return None
     request = ProducerRequest(
         semantics,
-        key,
+        contract.key,
         Route.FUSED,
         inputs[0].dtype,
         inputs[0].shape[-1],
         detect_platform(inputs[0].device),
     )
-    producer = REGISTRY.select(request).producer
+    producer = REGISTRY.select(request, rules.producer).producer
     if producer is None or not producer.accepts(inputs).ok:
         return None
-    codes = producer.produce(semantics, inputs, scale)
-    return QuantizedActivation(
-        codes,
-        scale.value,
-        inputs[0].dtype,
-        codes.shape,
-        key,
-        producer=f"{producer.name} {semantics}",
-    )
+    return producer.produce(semantics, inputs, Emission(contract, site=linear.name))
 
 
 def _semantics(

@@ -21,7 +21,7 @@ from ..linear.contract import InputContract
 from ..linear.hooks import hook_names
 from ..linear.registry import LayerRegistry, RawReader
 from ..linear.routed import RoutedLinear
-from .producers.base import Producer
+from .producers.base import Emission, Producer
 from .producers.eager import EAGER
 
 
@@ -167,28 +167,21 @@ class Site(nn.Module):
         if plan.routes[self.index] == Route.UNFUSED:
             self.counters.count(Route.UNFUSED)
             return self.compute_raw(*inputs)
-        codes = self.produce(plan, inputs)
-        scale = self.contract.scale
-        assert scale is not None
-        assert self.contract.key is not None
-        x = inputs[0]
-        return QuantizedActivation(
-            codes, scale.value, x.dtype, codes.shape, self.contract.key, None, self.facts.name
-        )
+        return self.produce(plan, inputs)
 
-    def produce(self, plan: ProducerPlan, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """The codes, by the planned producer or, where it refuses these tensors, by the oracle."""
-        producer = plan.producers[self.index]
+    def produce(self, plan: ProducerPlan, inputs: tuple[torch.Tensor, ...]) -> QuantizedActivation:
+        """By the planned producer or, where it refuses these tensors, by the oracle."""
+        producer, route = plan.producers[self.index], plan.routes[self.index]
         assert producer is not None
         assert self.facts.semantics is not None
-        assert self.contract.scale is not None
         verdict = producer.accepts(inputs)
         if not verdict.ok:
             self.counters.fall_back(f"{producer.name}: {verdict.reason}")
             producer = EAGER
-        codes = producer.produce(self.facts.semantics, inputs, self.contract.scale)
-        self.counters.count(Route.FUSED)
-        return codes
+        emission = Emission(self.contract, Route(route), self.facts.name)
+        out = producer.produce(self.facts.semantics, inputs, emission)
+        self.counters.count(Route(route))
+        return out
 
     def _traced(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor | ops.TracedActivation:
         if self.contract.scale is None:
@@ -201,7 +194,8 @@ class Site(nn.Module):
 def _site_op(inputs: list[torch.Tensor], handle: int) -> tuple[torch.Tensor, torch.Tensor]:
     out = ops.resolve(handle)(*inputs)
     if isinstance(out, QuantizedActivation):
-        return torch.empty(out.orig_shape, dtype=out.orig_dtype, device=out.device), out.data
+        unwritten = torch.empty(out.orig_shape, dtype=out.orig_dtype, device=out.device)
+        return (unwritten if out.raw is None else out.raw), out.codes
     return out, torch.empty(out.shape, dtype=torch.float8_e4m3fn, device=out.device)
 
 

@@ -38,6 +38,19 @@ class BarePlan:
     branched: tuple[bool, ...]
 
 
+@dataclass(frozen=True)
+class FusionRules:
+    """What a model was wrapped with, for code that fuses by hand.
+
+    Attributes:
+        never_fused: a layer that may ever carry an adapter is never fed codes (policy "static").
+        producer: the only producer that may be chosen; None for any.
+    """
+
+    never_fused: bool = False
+    producer: str | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class Batch:
     """One batch of one model.

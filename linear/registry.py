@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -12,12 +13,12 @@ from types import MappingProxyType
 from torch import nn
 
 from ..core.quant_key import QuantKey
-from .batch import BarePlan, Batch, active_batch
-from .contract import InputContract
+from .batch import BarePlan, Batch, FusionRules, active_batch
 from .hooks import global_hook_names, hook_names, watch_hooks
 from .routed import RoutedLinear
 
 _owners = itertools.count(1)
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,20 @@ class RawReader:
     def __str__(self) -> str:
         what = {"branch": "adapter", "hook": "forward hook"}.get(self.kind, "reader")
         return f"{what} '{self.name}' on {self.layer}"
+
+
+@dataclass(frozen=True)
+class Holder:
+    """One loaded adapter on one layer.
+
+    Attributes:
+        name: of the adapter.
+        reads_raw: its branch reads the layer's raw input (one that acts on the output alone does
+            not).
+    """
+
+    name: str
+    reads_raw: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +85,7 @@ class LayerRegistry:
     def __init__(self) -> None:
         self.owner = next(_owners)
         self._layers: dict[str, RoutedLinear] = {}
-        self._branches: dict[str, dict[int, str]] = {}
+        self._branches: dict[str, dict[int, Holder]] = {}
         self._unwatched: list[OrderedDict] = []
         self._shared: dict[str, SharedInput] = {}
         self._listeners: list[Callable[[int, str], None]] = []
@@ -78,6 +93,7 @@ class LayerRegistry:
         self._epoch = 0
         self._base_batch: Callable[[], Batch] = self._bare_batch
         self.unwrapped: list[Unwrapped] = []
+        self.rules = FusionRules()
 
     # --- layers ---------------------------------------------------------------------------------
 
@@ -122,13 +138,9 @@ class LayerRegistry:
             return None
         return layer.kernel.contract.key
 
-    def input_contract(self, layer: RoutedLinear) -> InputContract:
-        """Key and static scale of the base linear, for its producer."""
-        return layer.kernel.contract
-
     # --- raw readers (I2) -----------------------------------------------------------------------
 
-    def branches(self, layer: RoutedLinear) -> Mapping[int, str]:
+    def branches(self, layer: RoutedLinear) -> Mapping[int, Holder]:
         """Adapters that hold weights on `layer`, by the identity of the loaded version."""
         return MappingProxyType(self._branches[layer.name])
 
@@ -157,9 +169,9 @@ class LayerRegistry:
         return tuple(readers)
 
     def _readers_on(self, name: str, live: Collection[int] | None) -> Iterator[RawReader]:
-        for key, adapter in self._branches[name].items():
-            if live is None or key in live:
-                yield RawReader("branch", adapter, name)
+        for key, holder in self._branches[name].items():
+            if holder.reads_raw and (live is None or key in live):
+                yield RawReader("branch", holder.name, name)
         for hook in hook_names(self._layers[name]):
             yield RawReader("hook", hook, name)
 
@@ -169,7 +181,7 @@ class LayerRegistry:
         """Whether some live branch, hook or unknown reader reads this layer's input raw (I2)."""
         return bool(self.raw_readers(layer, live))
 
-    def set_branches(self, changes: Mapping[str, Mapping[int, str]], reason: str) -> None:
+    def set_branches(self, changes: Mapping[str, Mapping[int, Holder]], reason: str) -> None:
         """Replace the holders of some layers in one step and advance the epoch once.
 
         Args:
@@ -179,7 +191,7 @@ class LayerRegistry:
         with self._lock:
             for name, holders in changes.items():
                 self._branches[name] = dict(holders)
-            self.advance(reason)
+        self.advance(reason)
 
     # --- epoch ----------------------------------------------------------------------------------
 
@@ -189,12 +201,17 @@ class LayerRegistry:
         return self._epoch
 
     def advance(self, reason: str) -> None:
-        """Advance the epoch and tell the listeners."""
+        """Advance the epoch and tell the listeners; one that fails is logged and passed over."""
         with self._lock:
             self._epoch += 1
             epoch = self._epoch
         for listener in tuple(self._listeners):
-            listener(epoch, reason)
+            # Whatever a listener does wrong, the change has happened and its caller must know so:
+            # the boundary to foreign code logs, it does not undo.
+            try:
+                listener(epoch, reason)
+            except Exception:
+                _logger.exception("a listener failed at epoch %d (%s)", epoch, reason)
 
     def listen(self, listener: Callable[[int, str], None]) -> None:
         """Call `listener(epoch, reason)` after every change."""

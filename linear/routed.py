@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Protocol
 
@@ -11,7 +12,7 @@ from torch import nn
 from ..core.errors import BatchError
 from ..core.quantized_activation import QuantizedActivation
 from . import ops
-from .batch import Batch
+from .batch import Batch, FusionRules
 from .hooks import global_hook_names, hook_names
 from .kernels.base import LinearKernel
 
@@ -28,9 +29,17 @@ class Branch(Protocol):
     """What all live adapters add to one linear."""
 
     def add(
-        self, out: torch.Tensor, raw: torch.Tensor, slots: torch.Tensor, mask: torch.Tensor
+        self,
+        out: torch.Tensor,
+        raw: Callable[[], torch.Tensor],
+        slots: torch.Tensor,
+        mask: torch.Tensor,
     ) -> torch.Tensor:
-        """`out` (rows, ..., N) plus each masked row's branch of `raw` (rows, ..., K)."""
+        """`out` (rows, ..., N) plus each masked row's branch.
+
+        `raw()` is the raw activation (rows, ..., K).  Who never asks for it, because it acts on
+        the output alone, leaves the layer's site fused.
+        """
         ...
 
 
@@ -40,6 +49,8 @@ class BatchSource(Protocol):
     def advance(self, reason: str) -> None:
         """Something changed that plans are made from."""
         ...
+
+    rules: FusionRules
 
     def current_batch(self) -> Batch:
         """The batch of this context, or the base batch."""
@@ -130,6 +141,11 @@ class RoutedLinear(nn.Module):
             return ops.routed_linear(input, self.handle, self.out_features)
         return self.run(input)
 
+    @property
+    def rules(self) -> FusionRules:
+        """What the model was wrapped with."""
+        return self._source.rules
+
     def reads_raw(self) -> bool:
         """Whether something reads this layer's input raw in the batch in flight (I2)."""
         batch = self._source.current_batch()
@@ -146,32 +162,35 @@ class RoutedLinear(nn.Module):
         out = self.kernel.apply(x, self.name)
         if not batch.plan.branched[self.index]:
             return out
-        raw = x.require_raw(self.name) if isinstance(x, QuantizedActivation) else x
-        return self._add_branch(out, raw, batch)
+        return self._add_branch(out, x, batch)
 
-    def _add_branch(self, out: torch.Tensor, raw: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def _add_branch(
+        self, out: torch.Tensor, x: torch.Tensor | QuantizedActivation, batch: Batch
+    ) -> torch.Tensor:
         assert self.branch is not None
         assert batch.slots is not None
         assert batch.masks is not None
         rows = batch.slots.shape[0]
-        if not self._fits(raw, rows):
+        if not self._fits(x.shape, rows):
             raise BatchError(
                 f"layer '{self.name}'",
-                f"its input has shape {tuple(raw.shape)} but the batch names {rows} rows",
+                f"its input has shape {tuple(x.shape)} but the batch names {rows} rows",
                 "name one adapter (or None) for every row of the batch",
             )
         flat = self.row_layout == RowLayout.FLAT
-        if flat:
-            raw, out_rows = raw.unflatten(0, (rows, -1)), out.unflatten(0, (rows, -1))
-        else:
-            out_rows = out
-        added = self.branch.add(out_rows, raw, batch.slots, batch.masks[self.index])
+
+        def raw() -> torch.Tensor:
+            own = x.require_raw(self.name) if isinstance(x, QuantizedActivation) else x
+            return own.unflatten(0, (rows, -1)) if flat else own
+
+        by_row = out.unflatten(0, (rows, -1)) if flat else out
+        added = self.branch.add(by_row, raw, batch.slots, batch.masks[self.index])
         return added.flatten(0, 1) if flat else added
 
-    def _fits(self, raw: torch.Tensor, rows: int) -> bool:
+    def _fits(self, shape: torch.Size, rows: int) -> bool:
         if self.row_layout == RowLayout.FLAT:
-            return rows > 0 and raw.dim() == 2 and raw.shape[0] % rows == 0
-        return raw.shape[0] == rows
+            return rows > 0 and len(shape) == 2 and shape[0] % rows == 0
+        return shape[0] == rows
 
     def extra_repr(self) -> str:
         """One line for `print(model)`."""

@@ -252,7 +252,7 @@ def _tables(report: AuditReport) -> Iterator[Table]:
         yield _adapter_table(report)
     for title, entries in (
         ("linears fed raw: no site makes their input", report.unsited),
-        ("linears left as they were", report.unwrapped),
+        ("linears left as they were, or tied", report.unwrapped),
     ):
         if entries:
             yield _excluded_table(title, entries)

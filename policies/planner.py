@@ -50,7 +50,7 @@ class Planner:
         self._producers = producers
         self._adapters_possible = adapters_possible
         self._force = force
-        self._plans: OrderedDict[tuple, Plan] = OrderedDict()
+        self._plans: OrderedDict[tuple[object, ...], Plan] = OrderedDict()
         self._lock = threading.Lock()
 
     def plan(self, live: Mapping[int, str], policy: Policy | None = None) -> Plan:
@@ -64,7 +64,7 @@ class Planner:
             KernelUnavailableError: the forced producer cannot run for a site.
         """
         policy = policy or self.policy
-        key = (self.registry.epoch, policy.name, frozenset(live), self.registry.hooks_unseen())
+        key = (self.registry.epoch, policy, frozenset(live), self.registry.hooks_unseen())
         with self._lock:
             found = self._plans.get(key)
             if found is not None:
@@ -97,15 +97,23 @@ class Planner:
         readers = self.registry.raw_readers(site.layers[0], live.keys())
         obstacle = self.obstacle(site)
         if obstacle:
-            choice = Choice(Route.UNFUSED, obstacle)
+            choices: tuple[Choice, ...] = (Choice(Route.UNFUSED, obstacle),)
         else:
-            choice = policy.choose(SiteState(readers, self._may_carry_adapters(site)))
-        selection = Selection(None)
-        if choice.route != Route.UNFUSED:
-            selection = self._select(site, choice.route)
-            if selection.producer is None:
-                choice = Choice(Route.UNFUSED, selection.reason)
+            choices = policy.choose(SiteState(readers, self._may_carry_adapters(site)))
+        choice, selection = self._first_possible(site, choices)
         return _site_plan(site, choice, selection, readers), selection
+
+    def _first_possible(self, site: Site, choices: tuple[Choice, ...]) -> tuple[Choice, Selection]:
+        passed_over = Selection(None)
+        for choice in choices:
+            if choice.route == Route.UNFUSED:
+                return choice, Selection(None, passed_over.rejected)
+            selection = self._select(site, choice.route)
+            rejected = (*passed_over.rejected, *selection.rejected)
+            if selection.producer is not None:
+                return choice, Selection(selection.producer, rejected)
+            passed_over = Selection(None, rejected, selection.reason)
+        return Choice(Route.UNFUSED, passed_over.reason), passed_over
 
     def obstacle(self, site: Site) -> str:
         """Why the site can never be fused, whatever adapters are live; empty if it can."""

@@ -32,35 +32,43 @@ class SiteState:
 
 
 class Policy(ABC):
-    """Chooses a route for a site that could be fused; pure."""
+    """Chooses a route for a site that could be fused; pure.
+
+    Policies are values: two that are equal share their plans.
+    """
 
     name: ClassVar[str]
 
     @abstractmethod
-    def choose(self, state: SiteState) -> Choice:
-        """The route, and why."""
+    def choose(self, state: SiteState) -> tuple[Choice, ...]:
+        """Routes in order of preference, each with its reason.
+
+        The first one that a producer can serve is taken; where none can, the site is unfused.
+        """
 
 
+@dataclass(frozen=True)
 class DynamicPolicy(Policy):
     """Fused unless a raw consumer is live for this batch."""
 
     name = "dynamic"
 
-    def choose(self, state: SiteState) -> Choice:
+    def choose(self, state: SiteState) -> tuple[Choice, ...]:
         if state.raw_readers:
             readers = ", ".join(str(reader) for reader in state.raw_readers)
-            return Choice(Route.UNFUSED, f"read raw by {readers}")
-        return Choice(Route.FUSED, "no raw reader is live")
+            return (Choice(Route.UNFUSED, f"read raw by {readers}"),)
+        return (Choice(Route.FUSED, "no raw reader is live"),)
 
 
+@dataclass(frozen=True)
 class StaticPolicy(Policy):
     """A layer that may ever carry an adapter is never fused: what engines do today."""
 
     name = "static"
 
-    def choose(self, state: SiteState) -> Choice:
+    def choose(self, state: SiteState) -> tuple[Choice, ...]:
         if state.may_carry_adapters:
-            return Choice(Route.UNFUSED, "a consumer may carry an adapter (policy static)")
+            return (Choice(Route.UNFUSED, "a consumer may carry an adapter (policy static)"),)
         return DynamicPolicy().choose(state)
 
 

@@ -79,7 +79,7 @@ class ServedModel(nn.Module):
         Raises:
             BatchError: the number of rows is not that of the batch.
         """
-        with self._scope(adapter_names):
+        with torch.no_grad(), self._scope(adapter_names):
             self._check_rows((*args, *kwargs.values()))
             return self.model(*args, **kwargs)
 

@@ -20,9 +20,10 @@ from ..core.errors import CalibrationError, ConfigError, KernelUnavailableError,
 from ..core.platform import detect_platform
 from ..core.quant_key import FP8_DYNAMIC_TOKEN, FP8_STATIC_TENSOR
 from ..fusion import REGISTRY, discover
+from ..linear.batch import FusionRules
 from ..linear.calibration import Calibration, Observer, calibrate
 from ..linear.contract import InputContract, InputScale
-from ..linear.hooks import move_hooks
+from ..linear.hooks import move_hooks, unwatch_hooks
 from ..linear.kernels.emulated import EmulatedFp8Linear
 from ..linear.kernels.float import FloatLinear
 from ..linear.registry import LayerRegistry, Unwrapped
@@ -97,6 +98,7 @@ class _Wrapping:
         self.model.eval()
         originals = self._route_linears()
         skipped = self._ignored(originals)
+        self._note_ties(originals, skipped)
         self._check_settings(calibration)
         found = discover(self.model, self.registry, example or example_inputs(self.model))
         ranges = self._ranges(calibration, tokenizer)
@@ -112,6 +114,9 @@ class _Wrapping:
             make_policy(self.config.policy),
             adapters_possible=self.config.max_loras > 0,
             force=self.config.producer,
+        )
+        self.registry.rules = FusionRules(
+            self.config.policy == "static" and self.config.max_loras > 0, self.config.producer
         )
         manager = self._manager(planner)
         self.registry.serve_base_batches_from(manager.base_batch)
@@ -144,6 +149,10 @@ class _Wrapping:
         return next(iter(self.registry)).device
 
     def _route_linears(self) -> dict[str, FoundLinear]:
+        self.tied = [
+            (name.rpartition(".")[0], parameter)
+            for name, parameter in self.model.named_parameters(remove_duplicate=False)
+        ]
         originals, refused = find_linears(self.model)
         self.registry.unwrapped += [Unwrapped(name, reason) for name, reason in refused.items()]
         if not originals:
@@ -164,6 +173,7 @@ class _Wrapping:
             )
             move_hooks(module, layer)
             self.undo.callback(move_hooks, layer, module)
+            self.undo.callback(unwatch_hooks, layer)
             for path in found.paths:
                 _replace(self.model, path, layer)
                 self.undo.callback(_replace, self.model, path, module)
@@ -225,6 +235,20 @@ class _Wrapping:
                 contract = InputContract(FP8_STATIC_TENSOR, InputScale.checked(scale, name))
             layer.kernel = EmulatedFp8Linear(weight, module.bias, contract)
 
+    def _note_ties(self, originals: dict[str, FoundLinear], skipped: set[str]) -> None:
+        """Say which linears share their weight with another module, and what became of it."""
+        owners: dict[int, list[str]] = {}
+        for name, parameter in self.tied:
+            owners.setdefault(id(parameter), []).append(name)
+        for name, found in originals.items():
+            others = [o for o in owners.get(id(found.module.weight), []) if o != name]
+            if not others:
+                continue
+            kept = "both stay" if name in skipped else "only the linear's own copy is"
+            state = "unquantised" if name in skipped else "quantised"
+            reason = f"its weight is tied to {', '.join(others)}; {kept} {state}"
+            self.registry.unwrapped.append(Unwrapped(name, reason))
+
     def _whose_weight_is_read(self) -> set[str]:
         # A model that computes with a weight itself would find none where it is quantised.
         read = [layer.name for layer in self.registry if layer.weight_was_read]
@@ -242,8 +266,9 @@ class _Wrapping:
                     f"ignore entry {pattern!r}", "matches no linear of the model", "correct it"
                 )
             skipped |= matched
-        if not self.config.quantize_lm_head and self.base.output_embedding:
-            skipped.add(self.base.output_embedding)
+        head = self.base.output_embedding
+        if head and not self.config.quantize_lm_head:
+            skipped.add(head)
         return skipped
 
     def _check_forced(self, planner: Planner) -> None:

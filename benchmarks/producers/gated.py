@@ -30,7 +30,7 @@ def run(short: bool = False) -> None:
         rounds = rounds_for(rows, short)
 
         def native(gate: torch.Tensor = gate, up: torch.Tensor = up) -> torch.Tensor:
-            return producer.produce(semantics, (gate, up), scale)
+            return producer.codes(semantics, (gate, up), scale)
 
         def eager(gate: torch.Tensor = gate, up: torch.Tensor = up) -> torch.Tensor:
             return quantize_static(F.silu(gate) * up, scale.value)

@@ -37,7 +37,7 @@ def run(short: bool = False) -> None:
         rounds = rounds_for(rows, short)
 
         def native(x: torch.Tensor = x, weight: torch.Tensor = weight) -> torch.Tensor:
-            return producer.produce(semantics, (x, weight), scale)
+            return producer.codes(semantics, (x, weight), scale)
 
         def eager(x: torch.Tensor = x, weight: torch.Tensor = weight) -> torch.Tensor:
             return quantize_static(rms_norm(semantics, x, weight), scale.value)

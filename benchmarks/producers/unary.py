@@ -29,7 +29,7 @@ def run(short: bool = False) -> None:
         rounds = rounds_for(rows, short)
 
         def native(x: torch.Tensor = x) -> torch.Tensor:
-            return producer.produce(semantics, (x,), scale)
+            return producer.codes(semantics, (x,), scale)
 
         def eager(x: torch.Tensor = x) -> torch.Tensor:
             return quantize_static(torch.relu(x).square(), scale.value)

@@ -7,13 +7,13 @@ from typing import ClassVar
 
 import torch
 
-from .base import ACCEPTED, Producer, ProducerRequest, Verdict
+from .base import ACCEPTED, ProducerRequest, StaticCodesProducer, Verdict
 from .rows import check_activations, name
 
 _FIRST_WITH_FLOAT8E4NV = (8, 9)
 
 
-class KernelProducer(Producer):
+class KernelProducer(StaticCodesProducer):
     """A producer with kernels of its own, which compute bfloat16 only.
 
     Attributes:

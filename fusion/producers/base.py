@@ -10,9 +10,10 @@ import torch
 
 from ...core.oracle import Semantics
 from ...core.platform import Platform
-from ...core.quant_key import QuantKey
+from ...core.quant_key import FP8_STATIC_TENSOR, QuantKey
+from ...core.quantized_activation import QuantizedActivation
 from ...core.route import Route
-from ...linear.contract import InputScale
+from ...linear.contract import InputContract, InputScale
 
 
 class Verdict(NamedTuple):
@@ -46,6 +47,21 @@ class ProducerRequest:
     platform: Platform
 
 
+@dataclass(frozen=True, eq=False)
+class Emission:
+    """What one call of a producer must emit.
+
+    Attributes:
+        contract: key and scale of the consumers.
+        route: FUSED for codes alone.
+        site: name of the site, for messages.
+    """
+
+    contract: InputContract
+    route: Route = Route.FUSED
+    site: str = ""
+
+
 class Producer(ABC):
     """One implementation of a fused activation (or norm) + quantisation.
 
@@ -67,16 +83,39 @@ class Producer(ABC):
 
     @abstractmethod
     def produce(
-        self, semantics: Semantics, inputs: tuple[torch.Tensor, ...], scale: InputScale
-    ) -> torch.Tensor:
-        """The codes.
+        self, semantics: Semantics, inputs: tuple[torch.Tensor, ...], emission: Emission
+    ) -> QuantizedActivation:
+        """What the consumers take: codes with their scale and, on some routes, more.
 
         Args:
             semantics: what to compute.
             inputs: (x,) for a unary activation, (gate, up) for a gated one, (x, weight) for a
                 norm; activations are (..., K).
-            scale: the static input scale of the consumers.
-
-        Returns:
-            float8_e4m3fn codes (..., K), contiguous.
+            emission: what to emit.
         """
+
+
+class StaticCodesProducer(Producer):
+    """A producer of codes alone, under the consumers' static scale."""
+
+    @abstractmethod
+    def codes(
+        self, semantics: Semantics, inputs: tuple[torch.Tensor, ...], scale: InputScale
+    ) -> torch.Tensor:
+        """The codes: float8_e4m3fn (..., K), contiguous; arguments as for `produce`."""
+
+    def produce(
+        self, semantics: Semantics, inputs: tuple[torch.Tensor, ...], emission: Emission
+    ) -> QuantizedActivation:
+        """The codes, with the scale they were made for."""
+        subject = f"{self.name} {semantics}"
+        scale = emission.contract.static_scale(subject)
+        x = inputs[0]
+        return QuantizedActivation(
+            self.codes(semantics, inputs, scale),
+            scale.value,
+            x.dtype,
+            x.shape,
+            FP8_STATIC_TENSOR,
+            producer=f"{subject} of {emission.site}" if emission.site else subject,
+        )

@@ -12,7 +12,7 @@ from ...core.oracle import (
     rms_norm,
 )
 from ...linear.contract import InputScale
-from .base import ACCEPTED, Producer, ProducerRequest, Verdict
+from .base import ACCEPTED, ProducerRequest, StaticCodesProducer, Verdict
 
 
 def eager_raw(semantics: Semantics, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -22,7 +22,7 @@ def eager_raw(semantics: Semantics, inputs: tuple[torch.Tensor, ...]) -> torch.T
     return rms_norm(semantics, *inputs)
 
 
-class EagerProducer(Producer):
+class EagerProducer(StaticCodesProducer):
     """Activation, then quantisation, each a pass over memory: no fusion but in name."""
 
     name = "eager"
@@ -34,7 +34,7 @@ class EagerProducer(Producer):
     def accepts(self, inputs: tuple[torch.Tensor, ...]) -> Verdict:
         return ACCEPTED
 
-    def produce(
+    def codes(
         self, semantics: Semantics, inputs: tuple[torch.Tensor, ...], scale: InputScale
     ) -> torch.Tensor:
         return quantize_static(eager_raw(semantics, inputs), scale.value).contiguous()

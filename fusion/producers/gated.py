@@ -20,7 +20,7 @@ NATIVE_SILU = 2  # enum bl_activation
 class TritonSiluMul(TritonProducer):
     """One Triton kernel: reads bfloat16, writes codes."""
 
-    def produce(
+    def codes(
         self, semantics: Semantics, inputs: tuple[torch.Tensor, ...], scale: InputScale
     ) -> torch.Tensor:
         """The codes, (..., K)."""
@@ -46,7 +46,7 @@ class TritonSiluMul(TritonProducer):
 class NativeSiluMul(NativeProducer):
     """One pass in C: reads bfloat16, writes codes."""
 
-    def produce(
+    def codes(
         self, semantics: Semantics, inputs: tuple[torch.Tensor, ...], scale: InputScale
     ) -> torch.Tensor:
         """The codes, (..., K)."""

@@ -32,7 +32,7 @@ class _NormInputs(KernelProducer):
 class TritonRmsNorm(_NormInputs, TritonProducer):
     """One Triton kernel: reads bfloat16, writes codes."""
 
-    def produce(
+    def codes(
         self, semantics: Semantics, inputs: tuple[torch.Tensor, ...], scale: InputScale
     ) -> torch.Tensor:
         """The codes, (..., K)."""
@@ -54,7 +54,7 @@ class TritonRmsNorm(_NormInputs, TritonProducer):
 class NativeRmsNorm(_NormInputs, NativeProducer):
     """Two passes in C, the second from the cache: reads bfloat16, writes codes."""
 
-    def produce(
+    def codes(
         self, semantics: Semantics, inputs: tuple[torch.Tensor, ...], scale: InputScale
     ) -> torch.Tensor:
         """The codes, (..., K)."""

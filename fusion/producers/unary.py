@@ -20,7 +20,7 @@ NATIVE_RELU2 = 1  # enum bl_activation
 class TritonRelu2(TritonProducer):
     """One Triton kernel: reads bfloat16, writes codes."""
 
-    def produce(
+    def codes(
         self, semantics: Semantics, inputs: tuple[torch.Tensor, ...], scale: InputScale
     ) -> torch.Tensor:
         """The codes, (..., K)."""
@@ -38,7 +38,7 @@ class TritonRelu2(TritonProducer):
 class NativeRelu2(NativeProducer):
     """One pass in C: reads bfloat16, writes codes."""
 
-    def produce(
+    def codes(
         self, semantics: Semantics, inputs: tuple[torch.Tensor, ...], scale: InputScale
     ) -> torch.Tensor:
         """The codes, (..., K)."""

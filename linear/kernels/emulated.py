@@ -62,7 +62,7 @@ class EmulatedFp8Linear(LinearKernel):
             assert isinstance(x, torch.Tensor)
             quantized = quantize_input(x, self.contract, consumer)
         shape = quantized.orig_shape
-        codes = decode_fp8(quantized.data.reshape(-1, self.in_features))
+        codes = decode_fp8(quantized.codes.reshape(-1, self.in_features))
         scale = quantized.scale.reshape(-1, 1) * self._weight_scale
         out = (codes @ self._weight_t).mul_(scale)
         if self._bias is not None:

@@ -325,9 +325,9 @@ def test_rows_of_nothing_stay_finite(value, key):
     assert bool(scale.isfinite().all())
     assert bool((scale > 0).all())
     assert bool(scale.reciprocal().isfinite().all())
-    codes = q.data.float()
+    codes = q.codes.float()
     assert bool(codes.isfinite().all())
-    assert bytes_of(q.data)[0] >> 7 == sign_bit(value)
+    assert bytes_of(q.codes)[0] >> 7 == sign_bit(value)
     if abs(value) >= FLOOR:
         assert bool(codes.any())
     if value == 0:
@@ -341,11 +341,11 @@ def test_infinities_and_nan_do_not_spoil_their_row(key, dtype):
     x[0, 3], x[1, 4], x[2, 5] = INF, -INF, NAN
     q = quantize(x, key)
     assert bool(q.scale.float().isfinite().all())
-    codes = q.data.view(torch.uint8)
+    codes = q.codes.view(torch.uint8)
     assert codes[0, 3] == 0x7E
     assert codes[1, 4] == 0xFE
     assert codes[2, 5] == 0x7F
-    alone = quantize(torch.ones(1, 128, dtype=dtype), key).data.view(torch.uint8)
+    alone = quantize(torch.ones(1, 128, dtype=dtype), key).codes.view(torch.uint8)
     keep = torch.arange(128) != 5
     assert torch.equal(codes[2][keep], alone[0][keep])
 
@@ -380,7 +380,7 @@ def test_mxfp8(columns):
             exponents.append(int(math.log2(s)) + 127)
             expected += [e4m3_code(scaled(v, 1 / s)) for v in block]
     assert bytes_of(q.scale) == exponents
-    assert bytes_of(q.data) == expected
+    assert bytes_of(q.codes) == expected
 
 
 # --- nvfp4 -------------------------------------------------------------------------------------
@@ -474,7 +474,7 @@ def test_quantize_serves_every_named_key_and_shape(key, shape):
     assert q.shape == x.shape
     assert q.dtype == torch.float16
     assert q.raw is x
-    assert q.data.shape == key.code_shape(shape)
+    assert q.codes.shape == key.code_shape(shape)
     assert q.scale.shape == key.scale_shape(shape)
 
 
@@ -484,7 +484,7 @@ def test_strided_and_expanded_input_gives_the_same_bytes():
     for view in views:
         for key in (FP8_DYNAMIC_TOKEN, FP8_DYNAMIC_GROUP128, MXFP8):
             a, b = quantize(view, key), quantize(view.contiguous(), key)
-            assert bytes_of(a.data) == bytes_of(b.data)
+            assert bytes_of(a.codes) == bytes_of(b.codes)
             assert bytes_of(a.scale.contiguous()) == bytes_of(b.scale.contiguous())
 
 

@@ -46,7 +46,8 @@ def static(shape=(2, 3, 8), raw: bool = False) -> QuantizedActivation:
 
 
 def fields(q: QuantizedActivation) -> dict:
-    return {f.name: getattr(q, f.name) for f in dataclasses.fields(q)}
+    values = {f.name: getattr(q, f.name) for f in dataclasses.fields(q)}
+    return {"data": values.pop("codes"), **values}
 
 
 def rebuilt(q: QuantizedActivation, **changes: object) -> QuantizedActivation:
@@ -449,7 +450,7 @@ OPTIMISED = """
         (RawConsumerError, lambda: torch.cat([x, q])),
         (RawConsumerError, lambda: bool(q)),
         (RawConsumerError, lambda: as_quantized_activation(q, None)),
-        (RawConsumerError, lambda: as_quantized_activation(q.data, FP8_STATIC_TENSOR)),
+        (RawConsumerError, lambda: as_quantized_activation(q.codes, FP8_STATIC_TENSOR)),
         (RawConsumerError, lambda: q.require_raw("branch")),
         (QuantKeyMismatchError, lambda: as_quantized_activation(q, FP8_DYNAMIC_TOKEN)),
         (MalformedActivationError, lambda: QuantizedActivation(

@@ -120,7 +120,7 @@ def test_against_a_dequantised_float_matmul(library, key, bias):
     linear, weight, b = kernel(key, 33, 65, bias)
     x = activation(6, 65)
     quantized = codes_for(x, linear.contract)
-    values = quantized.data.double() * quantized.scale.double()
+    values = quantized.codes.double() * quantized.scale.double()
     expected = values @ (weight.codes.double() * weight.scale.double()).T
     if bias:
         expected += b.double()
@@ -135,7 +135,7 @@ def test_its_own_quantiser_is_the_oracle(library, key):
     encodings = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     x = encodings.view(torch.bfloat16).view(128, 512)
     mine, oracle = quantize_input(x, contract(key), NAME), codes_for(x, contract(key))
-    assert torch.equal(mine.data.view(torch.uint8), oracle.data.view(torch.uint8))
+    assert torch.equal(mine.codes.view(torch.uint8), oracle.codes.view(torch.uint8))
     assert torch.equal(mine.scale, oracle.scale)
     assert NAME in mine.producer
 
@@ -257,7 +257,7 @@ def test_conv1d_is_a_linear_with_its_weight_transposed():
     quantized = EmulatedFp8Linear(weight, module.bias, contract(scale=0.1)).apply(x, NAME)
     assert (quantized - module(x)).abs().max() < 0.3
     expected = F.linear(
-        codes_for(x, contract(scale=0.1)).data.float() * 0.1, weight.dequantize(), module.bias
+        codes_for(x, contract(scale=0.1)).codes.float() * 0.1, weight.dequantize(), module.bias
     )
     assert torch.allclose(quantized, expected, atol=1e-5)
 

@@ -9,7 +9,7 @@ from branchline.linear.contract import InputContract, InputScale
 from branchline.linear.hooks import hook_names, unwatch_hooks, watch_hooks
 from branchline.linear.kernels.emulated import EmulatedFp8Linear
 from branchline.linear.kernels.float import FloatLinear
-from branchline.linear.registry import LayerRegistry, RawReader, SharedInput
+from branchline.linear.registry import Holder, LayerRegistry, RawReader, SharedInput
 from branchline.linear.routed import RoutedLinear
 from branchline.linear.weights import QuantizedWeight
 
@@ -53,7 +53,9 @@ def test_set_branches_advances_once_for_all_layers():
     registry = registry_of("q", "k")
     told = Told(registry)
     before = registry.epoch
-    registry.set_branches({"q": {1: "sql"}, "k": {1: "sql"}}, "adapter 'sql' was loaded")
+    registry.set_branches(
+        {"q": {1: Holder("sql")}, "k": {1: Holder("sql")}}, "adapter 'sql' was loaded"
+    )
     assert registry.epoch == before + 1
     assert told.calls == [(before + 1, "adapter 'sql' was loaded")]
 
@@ -69,9 +71,9 @@ def test_a_listener_sees_the_new_state():
     registry = registry_of("q")
     seen = []
     registry.listen(lambda *_: seen.append(dict(registry.branches(registry.layers["q"]))))
-    registry.set_branches({"q": {7: "sql"}}, "load")
+    registry.set_branches({"q": {7: Holder("sql")}}, "load")
     registry.set_branches({"q": {}}, "unload")
-    assert seen == [{7: "sql"}, {}]
+    assert seen == [{7: Holder("sql")}, {}]
 
 
 def test_every_listener_is_told():
@@ -167,7 +169,7 @@ def test_watching_keeps_the_hooks_that_were_there():
 def test_live_sets_decide():
     registry = registry_of("q")
     layer = registry.layers["q"]
-    registry.set_branches({"q": {1: "sql", 2: "chat"}}, "load")
+    registry.set_branches({"q": {1: Holder("sql"), 2: Holder("chat")}}, "load")
     branch = {n: RawReader("branch", n, "q") for n in ("sql", "chat")}
     assert registry.raw_readers(layer, {1}) == (branch["sql"],)
     assert registry.raw_readers(layer, [2]) == (branch["chat"],)
@@ -182,14 +184,14 @@ def test_quant_key_is_that_of_the_complete_layer():
     registry = registry_of("q")
     layer = registry.layers["q"]
     assert registry.get_input_quant_key(layer) == FP8_STATIC_TENSOR
-    registry.set_branches({"q": {1: "sql"}}, "load")
+    registry.set_branches({"q": {1: Holder("sql")}}, "load")
     assert registry.get_input_quant_key(layer) is None
     assert registry.get_input_quant_key(layer, {1}) is None
     assert registry.get_input_quant_key(layer, {2}) == FP8_STATIC_TENSOR
     assert registry.get_input_quant_key(layer, ()) == FP8_STATIC_TENSOR
     registry.set_branches({"q": {}}, "unload")
     assert registry.get_input_quant_key(layer) == FP8_STATIC_TENSOR
-    assert registry.input_contract(layer).scale.number == 0.5
+    assert layer.kernel.contract.scale.number == 0.5
 
 
 def test_an_unquantised_base_takes_no_codes():
@@ -197,25 +199,25 @@ def test_an_unquantised_base_takes_no_codes():
     layer = registry.layers["q"]
     layer.kernel = FloatLinear(nn.Linear(K, K))
     assert registry.get_input_quant_key(layer) is None
-    assert registry.input_contract(layer).key is None
+    assert layer.kernel.contract.key is None
 
 
 def test_a_swap_replaces_holders():
     registry = registry_of("q")
     layer = registry.layers["q"]
-    registry.set_branches({"q": {1: "sql"}}, "load")
-    registry.set_branches({"q": {2: "sql"}}, "swap")
-    assert dict(registry.branches(layer)) == {2: "sql"}
+    registry.set_branches({"q": {1: Holder("sql")}}, "load")
+    registry.set_branches({"q": {2: Holder("sql")}}, "swap")
+    assert dict(registry.branches(layer)) == {2: Holder("sql")}
     assert not registry.requires_unquantized_input(layer, {1})
 
 
 def test_holders_are_copied_and_read_only():
     registry = registry_of("q")
     layer = registry.layers["q"]
-    given = {1: "sql"}
+    given = {1: Holder("sql")}
     registry.set_branches({"q": given}, "load")
     given.clear()
-    assert dict(registry.branches(layer)) == {1: "sql"}
+    assert dict(registry.branches(layer)) == {1: Holder("sql")}
     for mapping in (registry.branches(layer), registry.layers):
         try:
             mapping[5] = "x"
@@ -232,7 +234,7 @@ def test_shared_input_makes_one_reader_count_for_all():
     assert registry.raw_readers(q, ()) == tuple(others)
     others.clear()
     assert registry.raw_readers(q, ()) == ()
-    registry.set_branches({"v": {1: "sql"}}, "load")
+    registry.set_branches({"v": {1: Holder("sql")}}, "load")
     assert registry.raw_readers(q, {1}) == (RawReader("branch", "sql", "v"),)
     assert registry.get_input_quant_key(q, {1}) is None
     assert registry.get_input_quant_key(q, {9}) == FP8_STATIC_TENSOR

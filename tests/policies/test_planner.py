@@ -17,7 +17,7 @@ from branchline.fusion.site import Site, SiteFacts
 from branchline.linear.contract import InputContract, InputScale
 from branchline.linear.kernels.emulated import EmulatedFp8Linear
 from branchline.linear.kernels.float import FloatLinear
-from branchline.linear.registry import LayerRegistry, SharedInput
+from branchline.linear.registry import Holder, LayerRegistry, SharedInput
 from branchline.linear.routed import RoutedLinear, RowLayout
 from branchline.linear.weights import QuantizedWeight
 from branchline.policies.planner import Planner
@@ -90,7 +90,8 @@ class World:
 
     def load(self, key: int, name: str, *layers: str) -> None:
         changes = {
-            n: {**self.registry.branches(self.registry.layers[n]), key: name} for n in layers
+            n: {**self.registry.branches(self.registry.layers[n]), key: Holder(name)}
+            for n in layers
         }
         self.registry.set_branches(changes, f"adapter '{name}' was loaded")
 

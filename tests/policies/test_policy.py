@@ -16,27 +16,27 @@ HOOK = RawReader("hook", "log_inputs", "layers.3.mlp.up_proj")
 @pytest.mark.parametrize("may_carry", [False, True])
 def test_dynamic_fuses_unless_a_reader_is_live(may_carry):
     policy = DynamicPolicy()
-    assert policy.choose(SiteState((), may_carry)).route is Route.FUSED
-    assert policy.choose(SiteState((BRANCH,), may_carry)).route is Route.UNFUSED
-    assert policy.choose(SiteState((HOOK,), may_carry)).route is Route.UNFUSED
+    assert policy.choose(SiteState((), may_carry))[0].route is Route.FUSED
+    assert policy.choose(SiteState((BRANCH,), may_carry))[0].route is Route.UNFUSED
+    assert policy.choose(SiteState((HOOK,), may_carry))[0].route is Route.UNFUSED
 
 
 def test_dynamic_names_adapter_hook_and_layer():
-    reason = DynamicPolicy().choose(SiteState((BRANCH, HOOK), True)).reason
+    reason = DynamicPolicy().choose(SiteState((BRANCH, HOOK), True))[0].reason
     for part in ("sql", "layers.3.mlp.down_proj", "log_inputs", "layers.3.mlp.up_proj"):
         assert part in reason
-    assert DynamicPolicy().choose(SiteState((), True)).reason
+    assert DynamicPolicy().choose(SiteState((), True))[0].reason
 
 
 def test_static_never_fuses_what_may_carry_an_adapter():
     policy = StaticPolicy()
-    choice = policy.choose(SiteState((), True))
+    choice = policy.choose(SiteState((), True))[0]
     assert choice.route is Route.UNFUSED
     assert "static" in choice.reason
-    assert policy.choose(SiteState((BRANCH,), True)).route is Route.UNFUSED
-    assert policy.choose(SiteState((), False)).route is Route.FUSED
-    assert policy.choose(SiteState((HOOK,), False)).route is Route.UNFUSED
-    assert "log_inputs" in policy.choose(SiteState((HOOK,), False)).reason
+    assert policy.choose(SiteState((BRANCH,), True))[0].route is Route.UNFUSED
+    assert policy.choose(SiteState((), False))[0].route is Route.FUSED
+    assert policy.choose(SiteState((HOOK,), False))[0].route is Route.UNFUSED
+    assert "log_inputs" in policy.choose(SiteState((HOOK,), False))[0].reason
 
 
 @pytest.mark.parametrize(("name", "cls"), [("dynamic", DynamicPolicy), ("static", StaticPolicy)])

@@ -101,16 +101,26 @@ def test_a_bad_adapter_changes_nothing(llama, copy_of, damage, error, words, ope
         assert torch.equal(served(IDS).logits, before[1])
 
 
+def with_names(served, *names: str | None) -> torch.Tensor:
+    with served.adapters.rows(names):
+        return served(IDS).logits
+
+
 def test_rank_above_the_maximum(llama):
     served = llama.wrap(max_lora_rank=8)
-    with pytest.raises(errors.AdapterCapacityError, match="16") as caught:
-        served.adapters.load("all", llama.folders["all"])
-    assert "8" in str(caught.value)
-    assert "max_lora_rank" in str(caught.value)
+    served.adapters.load("attn", llama.folders["attn"])
+    before = with_names(served, "attn", None)
+    for operation, name in (("load", "all"), ("swap", "attn")):
+        with pytest.raises(errors.AdapterCapacityError, match="16") as caught:
+            getattr(served.adapters, operation)(name, llama.folders["all"])
+        assert "8" in str(caught.value)
+        assert "max_lora_rank" in str(caught.value)
+        assert torch.equal(with_names(served, "attn", None), before)
 
 
 def test_names(llama):
     served = llama.served()
+    before = with_names(served, "attn", "mlp")
     with pytest.raises(errors.AdapterExistsError, match="attn"):
         served.adapters.load("attn", llama.folders["mlp"])
     for name in ("", "  ", "__base__"):
@@ -125,6 +135,7 @@ def test_names(llama):
     ):
         pass
     assert all(info.batches == 0 for info in served.adapters.list())
+    assert torch.equal(with_names(served, "attn", "mlp"), before)
 
 
 def test_too_many_adapters(llama):

@@ -151,13 +151,22 @@ def test_a_reader_that_appears_later_is_refused_not_fed_codes(llama):
     mlp = served.model.model.layers[0].mlp
     inner = mlp.forward
 
-    def meddling(x):
-        return inner(x) + x.mean()
+    readings = {"mean": lambda x: x.mean(), "data": lambda x: x.data.float().mean()}
+    for name, reading in readings.items():
+        mlp.forward = lambda x, reading=reading: inner(x) + reading(x)
+        with pytest.raises(RawConsumerError, match="post_attention_layernorm") as caught:
+            served(IDS)
+        assert name in str(caught.value)
 
-    mlp.forward = meddling
-    with pytest.raises(RawConsumerError, match=r"input_layernorm|post_attention_layernorm") as e:
-        served(IDS)
-    assert "mean" in str(e.value)
+
+def test_hooks_see_no_probes():
+    model = build("llama")
+    seen: list[torch.Size] = []
+    for name in ("model.layers.0.mlp.act_fn", "model.layers.0.input_layernorm", "model.norm"):
+        model.get_submodule(name).register_forward_hook(lambda m, a, o: seen.append(a[0].shape))
+    served = branchline.wrap(model, quant="fp8-static", calibration=CALIBRATION)
+    assert set(seen) == {torch.Size((4, 12, 64)), torch.Size((4, 12, 128))}
+    assert all(site.facts.semantics is not None for site in served.discovery.sites)
 
 
 def test_hidden_states_and_attentions_can_be_asked_for(llama):

@@ -50,7 +50,7 @@ class Backend:
         verdict = self.accepts(semantics, *inputs)
         assert verdict.ok, verdict.reason
         checked = InputScale.checked(torch.tensor([scale], device=self.device), "test")
-        codes = self.producer(str(semantics)).produce(semantics, inputs, checked)
+        codes = self.producer(str(semantics)).codes(semantics, inputs, checked)
         assert codes.dtype == torch.float8_e4m3fn
         assert codes.shape == inputs[0].shape
         assert codes.is_contiguous()
