@@ -240,7 +240,8 @@ def _headline(report: AuditReport) -> Text:
     for kernel in report.kernels:
         takes = f"takes {kernel.key}" if kernel.key else "takes raw activations"
         note = "; emulated: float32 weights in memory" if kernel.emulated else ""
-        text.append(f"\n{kernel.linears} linears by kernel {kernel.name} ({takes}{note})")
+        linears = "linear" if kernel.linears == 1 else "linears"
+        text.append(f"\n{kernel.linears} {linears} by kernel {kernel.name} ({takes}{note})")
     if report.native_reason:
         text.append(f"\nC kernels: {report.native_reason}", style="yellow")
     return text
@@ -250,7 +251,14 @@ def _tables(report: AuditReport) -> Iterator[Table]:
     yield _site_table(report)
     if report.adapters:
         yield _adapter_table(report)
+    passed_over = {
+        (r.producer, r.reason): Excluded(name=r.producer, reason=r.reason)
+        for site in report.sites
+        for route in site.routes
+        for r in route.rejected
+    }
     for title, entries in (
+        ("producers passed over", tuple(passed_over.values())),
         ("linears fed raw: no site makes their input", report.unsited),
         ("linears left as they were, or tied", report.unwrapped),
     ):
@@ -289,8 +297,7 @@ def _why(route: RouteReport) -> str:
     reason = f"adapter {', '.join(route.blame)}" if route.blame else route.reason
     if route.blame and route.route == "fused":
         reason = route.reason
-    passed = "; ".join(f"not {r.producer}: {r.reason}" for r in route.rejected)
-    return f"{reason} [{passed}]" if passed else reason
+    return reason
 
 
 def _without_index(name: str) -> str:
@@ -327,7 +334,7 @@ def _adapter_table(report: AuditReport) -> Table:
 
 
 def _excluded_table(title: str, entries: tuple[Excluded, ...]) -> Table:
-    table = Table("linear", "why", title=title, title_justify="left")
+    table = Table("name", "why", title=title, title_justify="left")
     groups: dict[tuple[str, str], int] = {}
     for entry in entries:
         key = (_without_index(entry.name), _without_index(entry.reason))
