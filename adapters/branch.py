@@ -103,6 +103,8 @@ class LoraSlots:
                 "route the layer's site unfused while an adapter is live",
             )
         index = torch.where(mask, slots, 0)
-        delta = self.expand(self.shrink(x, index), index)
+        # Autocast would round both products to half precision.
+        with torch.autocast(x.device.type, enabled=False):
+            delta = self.expand(self.shrink(x, index), index)
         wide = mask.view(-1, *[1] * (out.dim() - 1))
         return torch.where(wide, (out.float() + delta.view(out.shape)).to(out.dtype), out)

@@ -25,7 +25,7 @@ from ..core.errors import (
     BatchError,
     ConfigError,
 )
-from ..linear.batch import Batch, BatchPlan, batch_scope
+from ..linear.batch import Batch, BatchPlan, active_batch, batch_scope
 from ..linear.registry import Holder, LayerRegistry
 from .branch import LoraSlots
 from .read import read_adapter
@@ -115,6 +115,8 @@ class AdapterManager:
         self._plan = plan
         self._versions: dict[str, _Version] = {}
         self._lock = threading.RLock()
+        self._open = 0
+        self._closed = False
         slots = max_loras + 1 if max_loras else 0
         self._free = list(range(slots))
         self._stacks: dict[str, LoraSlots] = {}
@@ -143,11 +145,11 @@ class AdapterManager:
             AdapterCapacityError: no slot is free.
         """
         self._check_range(name, weights)
-        with self._lock:
+        with self._changing():
             self._check_can_load(name)
             version = self._enter(name, weights)
-            self._versions[name] = version
             self._publish(added=version, removed=None, reason=f"adapter '{name}' was loaded")
+            self._versions[name] = version
             return version.info()
 
     def swap(self, name: str, path: str | Path) -> AdapterInfo:
@@ -163,11 +165,11 @@ class AdapterManager:
             self._version(name)
         weights = self._read(path)
         self._check_range(name, weights)
-        with self._lock:
+        with self._changing():
             old = self._version(name)
             new = self._enter(name, weights)
-            self._versions[name] = new
             self._publish(added=new, removed=old, reason=f"adapter '{name}' was swapped")
+            self._versions[name] = new
             return new.info()
 
     def unload(self, name: str) -> None:
@@ -176,10 +178,10 @@ class AdapterManager:
         Raises:
             AdapterNotFoundError: the name is unknown.
         """
-        with self._lock:
+        with self._changing():
             version = self._version(name)
-            del self._versions[name]
             self._publish(added=None, removed=version, reason=f"adapter '{name}' was unloaded")
+            del self._versions[name]
 
     def list(self) -> tuple[AdapterInfo, ...]:
         """Every loaded adapter, in the order of loading."""
@@ -209,27 +211,45 @@ class AdapterManager:
 
         Raises:
             AdapterNotFoundError: a name is unknown.
-            BatchError: not a sequence of names, or an empty one.
+            BatchError: not a sequence of names, or an empty one; or a block of this model is open
+                in this thread (or task) already, which two generators in turn would mix up.
         """
+        if active_batch(self._registry.owner) is not None:
+            raise BatchError(
+                f"rows({names!r})",
+                "another rows() block of this model is open here",
+                "leave it first, or pass adapter_names= to each call",
+            )
+        with self.rows_of_call(names) as batch:
+            yield batch
+
+    @contextmanager
+    def rows_of_call(self, names: Sequence[str | None]) -> Iterator[Batch]:
+        """As `rows`, for one call that ends before anything else can run; overrides a block."""
         batch, versions = self._acquire(names)
         try:
             with batch_scope(self._registry.owner, batch):
                 yield batch
         finally:
+            batch.ended.set()
             self._release(versions)
 
     def base_batch(self) -> Batch:
         """The batch of forwards that name no adapter: base rows, any number of them."""
+        self._refuse_if_closed()
         return Batch(self._plan({}))
 
     def _acquire(self, names: Sequence[str | None]) -> tuple[Batch, tuple[_Version, ...]]:
-        if isinstance(names, str) or not names:
+        if isinstance(names, str) or not all(n is None or isinstance(n, str) for n in names):
+            names = ()
+        if not names:
             raise BatchError(
                 f"rows({names!r})",
                 "expected one adapter name, or None, for every row of the batch",
                 "pass a list such as ['sql', None]",
             )
         with self._lock:
+            self._refuse_if_closed()
             chosen = [None if n is None or n == BASE_NAME else self._version(n) for n in names]
             versions = tuple({v.key: v for v in chosen if v is not None}.values())
             plan = self._plan({version.key: version.name for version in versions})
@@ -239,6 +259,7 @@ class AdapterManager:
             masks = self._masks(slots)
             for version in versions:
                 version.batches += 1
+            self._open += 1
         return Batch(plan, len(chosen), slots, masks), versions
 
     def _masks(self, slots: torch.Tensor) -> torch.Tensor:
@@ -247,10 +268,35 @@ class AdapterManager:
         return self._held[:, slots.clamp(min=0)] & (slots >= 0)
 
     def _release(self, versions: tuple[_Version, ...]) -> None:
-        with self._lock:
+        with self._changing():
+            self._open -= 1
             for version in versions:
                 version.batches -= 1
                 self._reclaim(version)
+
+    def close(self) -> None:
+        """Refuse everything from now on: the model was unwrapped.
+
+        Raises:
+            ConfigError: batches are in flight.
+        """
+        with self._lock:
+            if self._open:
+                raise ConfigError(
+                    "unwrap", f"{self._open} batches are in flight", "let them end first"
+                )
+            self._closed = True
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise ConfigError("this served model", "was unwrapped", "wrap the model again")
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Under the lock, and outside of inference mode: its tensors cannot be written later."""
+        with self._lock, torch.inference_mode(False), torch.no_grad():
+            self._refuse_if_closed()
+            yield
 
     # --- inside the lock ------------------------------------------------------------------------
 
@@ -302,6 +348,12 @@ class AdapterManager:
 
     def _check_range(self, name: str, weights: AdapterWeights) -> None:
         for layer, lora in weights.layers.items():
+            if abs(lora.scaling) > torch.finfo(torch.float32).max:
+                raise AdapterUnsupportedError(
+                    f"adapter '{name}'",
+                    f"the scaling {lora.scaling:g} of {layer} is beyond float32",
+                    "correct lora_alpha in its config",
+                )
             for what, tensor in (("lora_A", lora.a), ("lora_B", lora.b)):
                 if bool(tensor.to(self._dtype).isfinite().all()):
                     continue

@@ -11,13 +11,14 @@ import torch
 from torch import fx, nn
 
 from ..core.oracle import NormSemantics
+from ..core.route import Route
 from ..linear.batch import BarePlan, Batch, batch_scope
 from ..linear.hooks import hooks_suspended, unwatch_hooks
 from ..linear.registry import LayerRegistry, SharedInput
 from ..linear.routed import RoutedLinear, RowLayout
 from .identify import PROBE_ERRORS, identify_activation, identify_norm, same_bytes
 from .raw import norm_raw
-from .record import Reading, Recording, record, row_layouts
+from .record import Reading, Recording, masked_readers, record, row_layouts
 from .site import Site, SiteFacts
 from .trace import Cone, Untraceable, find_cones, replace_cones, trace_forward
 
@@ -96,7 +97,8 @@ class _Discoverer:
             return
         forward = replace_cones(parent, graph, proved).forward
         if self._same_output(parent, forward, given):
-            self.replacements.append((parent, forward))
+            cones_and_sites = [(cone, site) for cone, site, _ in proved]
+            self.replacements.append((parent, _TracedForward(parent, forward, cones_and_sites)))
             return
         # A trace follows Python once; whatever it missed, the module's own forward stays.
         for _, site, _ in proved:
@@ -122,7 +124,7 @@ class _Discoverer:
     def _activation_site(self, parent: str, cone: Cone) -> tuple[Cone, Site, list[fx.Node]]:
         layer = cone.consumers[0]
         finding, order = identify_activation(
-            cone.function, len(cone.inputs), layer.dtype, layer.device
+            cone.function.forward, len(cone.inputs), layer.dtype, layer.device
         )
         facts = SiteFacts(
             name=f"{parent}.{finding.semantics or cone.root.name}".lstrip("."),
@@ -135,7 +137,7 @@ class _Discoverer:
             other_readers=tuple(f"{reader} in {parent}" for reader in cone.other_readers),
         )
         observed = {f"{parent}.{name}": module for name, module in cone.modules.items()}
-        raw = partial(_reordered, cone.function, order)
+        raw = partial(_reordered, cone.function.forward, order)
         site = self.add_site(facts, cone.consumers, raw, observed)
         return cone, site, [cone.inputs[i] for i in order]
 
@@ -169,6 +171,8 @@ class _Discoverer:
         finding = identify_norm(module, value.shape[-1], value.dtype)
         given = self.recording.only_tensor(origin)
         obstacle = f"{origin} {given}" if isinstance(given, str) else finding.reason
+        if "forward" in vars(module):
+            obstacle = f"the forward of {origin} was patched onto the object"
         facts = SiteFacts(
             name=origin,
             kind="norm",
@@ -211,15 +215,66 @@ class _Discoverer:
                 unwatch_hooks(module)
 
 
+class _TracedForward:
+    """The forward of a module whose cones are computed by sites.
+
+    The proof holds for the modules that were there.  If one was replaced, patched or hooked since,
+    the module's own forward runs instead: its linears are then fed raw, which is always right.
+    """
+
+    def __init__(
+        self, module: nn.Module, forward: Callable[..., Any], cones: list[tuple[Cone, Site]]
+    ) -> None:
+        self._module = module
+        self._forward = forward
+        self._sites = [site for _, site in cones]
+        self._children = tuple(module._modules.items())
+        self._inside = tuple(inner for cone, _ in cones for inner in cone.modules.values())
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        if not torch.compiler.is_compiling():
+            change = self._change()
+            if change:
+                for site in self._sites:
+                    site.counters.fall_back(change)
+                    site.counters.count(Route.UNFUSED)
+                return type(self._module).forward(self._module, x)
+        return self._forward(x)
+
+    def _change(self) -> str:
+        held = self._module._modules
+        for name, child in self._children:
+            if held.get(name) is not child:
+                return f"{name} was replaced after wrapping"
+        for inner in self._inside:
+            if "forward" in vars(inner):
+                return f"{type(inner).__qualname__} was patched after wrapping"
+            if inner._forward_hooks or inner._forward_pre_hooks:
+                return f"{type(inner).__qualname__} carries a foreign hook"
+        return ""
+
+
 class _NormForward:
-    """The forward of a norm whose site decides: (x) to what its linears take."""
+    """The forward of a norm whose site decides: (x) to what its linears take.
+
+    If a number that it was proved with has changed since, the norm's own forward runs instead.
+    """
 
     def __init__(self, site: Site, module: nn.Module) -> None:
         self._site = site
         self._module = module
+        self._numbers = _numbers(module)
 
     def __call__(self, x: torch.Tensor) -> Any:
+        if not torch.compiler.is_compiling() and _numbers(self._module) != self._numbers:
+            self._site.counters.fall_back("its settings were changed after wrapping")
+            self._site.counters.count(Route.UNFUSED)
+            return type(self._module).forward(self._module, x)
         return self._site(x, self._module.weight)
+
+
+def _numbers(module: nn.Module) -> dict[str, float]:
+    return {name: value for name, value in vars(module).items() if isinstance(value, float)}
 
 
 def _has_own_weight(module: nn.Module) -> bool:
@@ -264,6 +319,10 @@ def _discover(
         layer.weight_was_read = False
     recording = record(model, inputs)
     layouts = row_layouts(model, inputs, recording)
+    for origin, others in masked_readers(model, inputs).items():
+        for reading in recording.readings:
+            if reading.origin == origin:
+                reading.others += others
     found = _Discoverer(model, registry, recording)
     for layer in registry:
         layer.row_layout = layouts.get(layer.name, RowLayout.UNKNOWN)

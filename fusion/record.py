@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -50,7 +51,6 @@ class _Recorder(TorchFunctionMode):
         self.calls: dict[str, list[tuple[tuple, dict]]] = {}
         self._names = names
         self._stack: list[nn.Module] = []
-        self._linear_inputs: list[int] = []
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         self._stack.append(module)
@@ -127,11 +127,13 @@ class Recording:
         readings: one for every tensor that a routed linear read.
         inputs: each linear's input.
         calls: by module, the arguments of every call.
+        others: by the module that made a tensor, who read it outside of a routed linear.
     """
 
     readings: tuple[Reading, ...]
     inputs: Mapping[str, torch.Tensor]
     calls: Mapping[str, list[tuple[tuple, dict]]]
+    others: Mapping[str, list[str]]
 
     def only_tensor(self, module: str) -> torch.Tensor | str:
         """The one tensor that `module` was called with, once; else what it was called with."""
@@ -164,7 +166,10 @@ def record(model: nn.Module, inputs: Mapping[str, Any]) -> Recording:
         if reading is not None:
             reading.others.append("the model's output")
     readings = tuple(reading for reading in recorder.readings.values() if reading.linears)
-    return Recording(readings, recorder.inputs, recorder.calls)
+    others: dict[str, list[str]] = {}
+    for reading in recorder.readings.values():
+        others.setdefault(reading.origin, []).extend(reading.others)
+    return Recording(readings, recorder.inputs, recorder.calls, others)
 
 
 def row_layouts(
@@ -172,15 +177,37 @@ def row_layouts(
 ) -> dict[str, RowLayout]:
     """Where each linear's input keeps the rows of the batch, shown by changing one row.
 
+    Token ids are run in a second shape as well: an expert that happened to see as many tokens as
+    there are rows does not do so twice.
+
     Args:
         model: as recorded.
         inputs: tensors of two rows or more, batch first.
         first: the recording of these inputs.
     """
+    layouts = _layouts(model, inputs, first)
+    if set(inputs) == {"input_ids"}:
+        ids = inputs["input_ids"]
+        wider = torch.cat([ids, ids.flip(0)], 1)
+        other = {"input_ids": torch.cat([wider, wider[:1].flip(1)])[:, :-3]}
+        again = _layouts(model, other, record(model, other))
+        for name, layout in layouts.items():
+            if again.get(name) != layout:
+                layouts[name] = RowLayout.UNKNOWN
+    return layouts
+
+
+def _layouts(
+    model: nn.Module, inputs: Mapping[str, torch.Tensor], first: Recording
+) -> dict[str, RowLayout]:
     rows = next(iter(inputs.values())).shape[0]
+    value = next(iter(inputs.values()))
+    tokens = value.shape[1] if value.dim() > 1 else None
     changed = {name: _change_last_row(value) for name, value in inputs.items()}
     second = record(model, changed)
-    return {name: _layout(x, second.inputs.get(name), rows) for name, x in first.inputs.items()}
+    return {
+        name: _layout(x, second.inputs.get(name), rows, tokens) for name, x in first.inputs.items()
+    }
 
 
 def _change_last_row(value: torch.Tensor) -> torch.Tensor:
@@ -191,14 +218,35 @@ def _change_last_row(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def _layout(x: torch.Tensor, other: torch.Tensor | None, rows: int) -> RowLayout:
+def _layout(
+    x: torch.Tensor, other: torch.Tensor | None, rows: int, tokens: int | None
+) -> RowLayout:
     if other is None or x.shape != other.shape:
         return RowLayout.UNKNOWN
     if x.dim() >= 2 and x.shape[0] == rows:
         kept, layout = x.shape[0] - 1, RowLayout.ROWS
-    elif x.dim() == 2 and x.shape[0] % rows == 0:
-        kept, layout = x.shape[0] // rows * (rows - 1), RowLayout.FLAT
+    elif x.dim() == 2 and tokens is not None and x.shape[0] == rows * tokens:
+        kept, layout = tokens * (rows - 1), RowLayout.FLAT
     else:
         return RowLayout.UNKNOWN
     same = torch.equal(x[:kept], other[:kept])
     return layout if same and not torch.equal(x[kept:], other[kept:]) else RowLayout.UNKNOWN
+
+
+def masked_readers(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
+    """Who else reads the tensors of linears when a row is padded, by the tensor's origin.
+
+    Some models read a norm's output only to blank its padding.  Models that take no
+    `attention_mask`, or fail on this one, have none; a reader that turns up later is refused.
+    """
+    ids = inputs.get("input_ids")
+    takes_mask = "attention_mask" in inspect.signature(model.forward).parameters
+    if ids is None or not takes_mask or "attention_mask" in inputs:
+        return {}
+    mask = torch.ones_like(ids)
+    mask[0, 0] = 0
+    try:
+        recording = record(model, {**inputs, "attention_mask": mask})
+    except WrapError:
+        return {}
+    return {origin: others for origin, others in recording.others.items() if origin}

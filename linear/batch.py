@@ -6,10 +6,11 @@ threads (or two tasks) with two batches of one model never see each other's.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Protocol
 
@@ -61,12 +62,15 @@ class Batch:
         slots: int64 (rows,), the slot of each row, -1 for none; None where `rows` is None.
         masks: bool (layers, rows), whether the row's adapter has a branch on the layer; None
             where `rows` is None.
+        ended: set when its block has ended; nothing may run under it any more, for its slots may
+            be another adapter's by then.
     """
 
     plan: BatchPlan
     rows: int | None = None
     slots: torch.Tensor | None = None
     masks: torch.Tensor | None = None
+    ended: threading.Event = field(default_factory=threading.Event)
 
 
 _active: ContextVar[Mapping[int, Batch]] = ContextVar(
@@ -81,9 +85,20 @@ def active_batch(owner: int) -> Batch | None:
 
 @contextmanager
 def batch_scope(owner: int, batch: Batch) -> Iterator[None]:
-    """Make `batch` the one in flight of `owner`; restores the previous one whatever happens."""
-    token = _active.set(MappingProxyType({**_active.get(), owner: batch}))
+    """Make `batch` the one in flight of `owner`; afterwards it is the one from before.
+
+    Blocks may end in another order than they began (generators do that): only the block whose
+    batch is in flight puts another in its place, and never one that has ended.
+    """
+    before = _active.get()
+    _active.set(MappingProxyType({**before, owner: batch}))
     try:
         yield
     finally:
-        _active.reset(token)
+        now = dict(_active.get())
+        if now.get(owner) is batch:
+            del now[owner]
+            earlier = before.get(owner)
+            if earlier is not None and not earlier.ended.is_set():
+                now[owner] = earlier
+            _active.set(MappingProxyType(now))

@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
-from ..core.errors import CalibrationError
+from ..core.errors import BranchlineError, CalibrationError
 from ..core.oracle import FP8_MAX
 from .registry import LayerRegistry
 from .routed import RoutedLinear, RowLayout
@@ -182,7 +182,7 @@ def calibrate(
     for batch in batches:
         mask = batch.get("attention_mask")
         with torch.no_grad(), _observing(registry, histograms, mask):
-            model(**batch)
+            _run(model, batch)
         seen += 1
     if not seen:
         raise CalibrationError("calibration", "no prompts were given", "pass a few typical prompts")
@@ -192,6 +192,19 @@ def calibrate(
             tokens = max(tokens, int(histograms[layer.name].sum()) // layer.in_features)
     ranges = {name: observer.choose(histogram) for name, histogram in histograms.items()}
     return Calibration(ranges, observer.percentile, tokens)
+
+
+def _run(model: nn.Module, batch: Mapping[str, Any]) -> None:
+    try:
+        model(**batch)
+    except BranchlineError:
+        raise
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise CalibrationError(
+            f"a calibration prompt ({', '.join(batch)})",
+            f"cannot be run: {type(error).__name__}: {error}",
+            "pass texts, token ids of this model's vocabulary, or what its forward takes",
+        ) from error
 
 
 @contextmanager

@@ -117,6 +117,9 @@ def hooks_suspended(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for module, attribute, table in kept:
+            # What was registered meanwhile stays: transformers installs its own hooks in the
+            # first forward that asks for hidden states.
+            table.update(getattr(module, attribute))
             setattr(module, attribute, table)
 
 

@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from torch import nn
 
+from ..core.errors import BatchError
 from ..core.quant_key import QuantKey
 from .batch import BarePlan, Batch, FusionRules, active_batch
 from .hooks import global_hook_names, hook_names, watch_hooks
@@ -186,7 +187,7 @@ class LayerRegistry:
 
         Args:
             changes: layer name -> its new holders.
-            reason: for the listeners and the log.
+            reason: for the listeners.
         """
         with self._lock:
             for name, holders in changes.items():
@@ -224,9 +225,19 @@ class LayerRegistry:
         self._base_batch = base_batch
 
     def current_batch(self) -> Batch:
-        """The batch of this context, or a batch of base rows."""
+        """The batch of this context, or a batch of base rows.
+
+        Raises:
+            BatchError: the batch of this context has ended.
+        """
         batch = active_batch(self.owner)
         if batch is not None:
+            if batch.ended.is_set():
+                raise BatchError(
+                    "this context's batch",
+                    "has ended: its rows() block was left in another thread or task",
+                    "leave a rows() block where it was entered, or pass adapter_names= per call",
+                )
             return batch
         return self._base_batch()
 

@@ -9,10 +9,11 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from ..adapters.manager import AdapterInfo, AdapterManager
+from ..core.route import Route
 from ..fusion.discover import Unsited
 from ..fusion.site import Site
 from ..linear.registry import LayerRegistry, Unwrapped
@@ -215,7 +216,10 @@ def _route(plan: SitePlan, adapters: tuple[str, ...]) -> RouteReport:
 
 
 def _adapter(info: AdapterInfo, plan: Plan, base: Plan) -> AdapterReport:
-    lost = sum(before > after for before, after in zip(base.routes, plan.routes, strict=True))
+    lost = sum(
+        before != Route.UNFUSED and after == Route.UNFUSED
+        for before, after in zip(base.routes, plan.routes, strict=True)
+    )
     return AdapterReport(
         name=info.name,
         digest=info.digest,
@@ -267,7 +271,16 @@ def _tables(report: AuditReport) -> Iterator[Table]:
 
 
 def _site_table(report: AuditReport) -> Table:
-    table = Table("site", "computes", "feeds", "adapters", "route", "why", "ran", show_lines=False)
+    table = Table(
+        Column("site", overflow="fold"),
+        "computes",
+        "feeds",
+        "adapters",
+        "route",
+        "why",
+        "ran",
+        show_lines=False,
+    )
     for name, group in _alike(report.sites):
         first = group[0]
         ran: dict[str, int] = {}
@@ -294,10 +307,10 @@ def _route_label(route: RouteReport) -> str:
 
 
 def _why(route: RouteReport) -> str:
-    reason = f"adapter {', '.join(route.blame)}" if route.blame else route.reason
-    if route.blame and route.route == "fused":
-        reason = route.reason
-    return reason
+    # Only where adapters are the reason; a site without a producer is nobody's fault.
+    if route.blame and route.reason.startswith("read raw by"):
+        return f"adapter {', '.join(route.blame)}"
+    return route.reason
 
 
 def _without_index(name: str) -> str:

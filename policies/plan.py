@@ -39,7 +39,7 @@ class SitePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """One frozen object that the forward, the audit, the logs and `--json` all read.
+    """One frozen object that the forward, the audit and `--json` all read.
 
     Attributes:
         epoch: of the registry when it was made.

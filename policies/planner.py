@@ -96,8 +96,10 @@ class Planner:
     ) -> tuple[SitePlan, Selection]:
         readers = self.registry.raw_readers(site.layers[0], live.keys())
         obstacle = self.obstacle(site)
-        if obstacle:
-            choices: tuple[Choice, ...] = (Choice(Route.UNFUSED, obstacle),)
+        # Where no producer exists, no adapter is to blame.
+        fused = Selection(None, (), obstacle) if obstacle else self._select(site, Route.FUSED)
+        if fused.producer is None:
+            choices: tuple[Choice, ...] = (Choice(Route.UNFUSED, fused.reason),)
         else:
             choices = policy.choose(SiteState(readers, self._may_carry_adapters(site)))
         choice, selection = self._first_possible(site, choices)

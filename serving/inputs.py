@@ -65,14 +65,16 @@ def calibration_batches(
                 prompt, return_tensors="pt", truncation=True, max_length=_CALIBRATION_TOKENS
             )
             batch = {key: encoded[key] for key in ("input_ids", "attention_mask") if key in encoded}
-        elif isinstance(prompt, torch.Tensor):
+        elif isinstance(prompt, torch.Tensor) and prompt.dim() in (1, 2):
             batch = {"input_ids": prompt.reshape(-1, prompt.shape[-1])}
-        elif isinstance(prompt, Mapping):
+        elif isinstance(prompt, Mapping) and all(
+            isinstance(value, torch.Tensor) for value in prompt.values()
+        ):
             batch = dict(prompt)
         else:
             raise CalibrationError(
                 f"calibration prompt of type {type(prompt).__qualname__}",
-                "is neither text, token ids nor keyword arguments",
+                "is neither text, token ids (1-D or 2-D) nor tensors by keyword",
                 "pass strings, tensors or dicts",
             )
         if all(value.numel() for value in batch.values()):

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import GenerationConfig
 
 from ..adapters.manager import AdapterManager
 from ..core.errors import BatchError, ConfigError
@@ -18,6 +20,35 @@ from ..linear.registry import LayerRegistry
 from ..policies.audit import AuditReport, audit
 from ..policies.planner import Planner
 from .config import WrapConfig
+
+# Inputs whose first dimension is the batch's rows, by the names transformers gives them.
+_ROW_INPUTS = ("input_ids", "inputs_embeds", "decoder_input_ids", "pixel_values", "input_features")
+
+_BATCHING = "it packs prompts into one row and runs in a thread of its own, without this batch"
+_NOT_SAVED = "the quantised linears are no parameters, so a checkpoint would lack them"
+_MIXIN = "transformers' own adapters know nothing of the routes"
+_REFUSED = {
+    "generate_batch": (_BATCHING, "call generate with adapter_names"),
+    "init_continuous_batching": (_BATCHING, "call generate with adapter_names"),
+    "continuous_batching_context_manager": (_BATCHING, "call generate with adapter_names"),
+    "save_pretrained": (_NOT_SAVED, "save the model before wrapping, or after unwrap()"),
+    "push_to_hub": (_NOT_SAVED, "push the model before wrapping, or after unwrap()"),
+    "state_dict": (_NOT_SAVED, "use the model before wrapping, or after unwrap()"),
+    "load_state_dict": (_NOT_SAVED, "load before wrapping"),
+    "copying or pickling": ("hooks and slots belong to this one object", "wrap a copy instead"),
+    "load_adapter": (_MIXIN, "use served.adapters.load"),
+    "add_adapter": (_MIXIN, "use served.adapters.load"),
+    "set_adapter": (_MIXIN, "name adapters by served.adapters.rows"),
+    "delete_adapter": (_MIXIN, "use served.adapters.unload"),
+    "enable_adapters": (_MIXIN, "name adapters by served.adapters.rows"),
+    "disable_adapters": (_MIXIN, "name no adapter: rows are base rows then"),
+}
+
+
+def _refuse(name: str) -> None:
+    if name in _REFUSED:
+        reason, remedy = _REFUSED[name]
+        raise ConfigError(f"{name} of a served model", reason, remedy)
 
 
 class ServedModel(nn.Module):
@@ -64,7 +95,45 @@ class ServedModel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            _refuse(name)
             return getattr(super().__getattr__("model"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Settings of the wrapped model (generation_config ...) are set there."""
+        model = self.__dict__.get("_modules", {}).get("model")
+        own = name in self.__dict__ or name in self._modules or hasattr(type(self), name)
+        if model is not None and not own and hasattr(model, name):
+            setattr(model, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Not served.
+
+        Raises:
+            ConfigError: always.
+        """
+        _refuse("state_dict")
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Not served.
+
+        Raises:
+            ConfigError: always.
+        """
+        _refuse("load_state_dict")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _refuse("copying or pickling")
+
+    def watch_rows(self) -> RemovableHandle:
+        """Check the row count also where the wrapped model is called directly."""
+
+        def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if not torch.compiler.is_compiling():
+                self._check_rows(args, kwargs)
+
+        return self.model.register_forward_pre_hook(check, with_kwargs=True)
 
     def forward(
         self, *args: Any, adapter_names: Sequence[str | None] | None = None, **kwargs: Any
@@ -80,7 +149,6 @@ class ServedModel(nn.Module):
             BatchError: the number of rows is not that of the batch.
         """
         with torch.no_grad(), self._scope(adapter_names):
-            self._check_rows((*args, *kwargs.values()))
             return self.model(*args, **kwargs)
 
     def generate(
@@ -97,8 +165,12 @@ class ServedModel(nn.Module):
             BatchError: the number of rows is not that of the batch; or beams, or several returned
                 sequences, inside of `adapters.rows` (name the adapters by `adapter_names` then).
         """
+        # The second argument of `generate`, if it is not named.
+        if len(args) > 1 and isinstance(args[1], GenerationConfig):
+            kwargs = {**kwargs, "generation_config": args[1]}
+            args = (args[0], *args[2:])
         copies = self._copies(kwargs)
-        if adapter_names is not None:
+        if adapter_names is not None and not isinstance(adapter_names, str):
             adapter_names = [name for name in adapter_names for _ in range(copies)]
         elif copies > 1 and self._rows() is not None:
             raise BatchError(
@@ -108,7 +180,7 @@ class ServedModel(nn.Module):
             )
         with self._scope(adapter_names):
             if copies == 1:
-                self._check_rows((*args, *kwargs.values()))
+                self._check_rows(args, kwargs)
             generate: Any = self.model.generate
             return generate(*args, **kwargs)
 
@@ -133,11 +205,9 @@ class ServedModel(nn.Module):
         """Give the model its own linears and forwards back; the served model is spent afterwards.
 
         Raises:
-            ConfigError: adapters are in use by a batch in flight.
+            ConfigError: batches are in flight.
         """
-        busy = [info.name for info in self.adapters.list() if info.batches]
-        if busy:
-            raise ConfigError("unwrap", f"batches in flight use {busy}", "let them end first")
+        self.adapters.close()
         self.undo.close()
         return self.model
 
@@ -162,7 +232,7 @@ class ServedModel(nn.Module):
 
     def _scope(self, adapter_names: Sequence[str | None] | None) -> Any:
         if adapter_names is not None:
-            return self.adapters.rows(adapter_names)
+            return self.adapters.rows_of_call(adapter_names)
         if active_batch(self.registry.owner) is not None:
             return nullcontext()
         return batch_scope(self.registry.owner, self.adapters.base_batch())
@@ -171,10 +241,11 @@ class ServedModel(nn.Module):
         batch = active_batch(self.registry.owner)
         return None if batch is None else batch.rows
 
-    def _check_rows(self, values: tuple[Any, ...]) -> None:
+    def _check_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         rows = self._rows()
-        first = next((v for v in values if isinstance(v, torch.Tensor) and v.dim() > 1), None)
-        if rows is not None and first is not None and first.shape[0] != rows:
+        named = [kwargs.get(name) for name in _ROW_INPUTS]
+        first = next((v for v in (*args[:1], *named) if isinstance(v, torch.Tensor)), None)
+        if rows is not None and first is not None and first.dim() and first.shape[0] != rows:
             raise BatchError(
                 f"a batch of {first.shape[0]} rows",
                 f"but {rows} rows were named",

@@ -71,7 +71,8 @@ def wrap(
         raise WrapError(f"{type(model).__qualname__}", "is no torch module", "pass a loaded model")
     if isinstance(model, ServedModel):
         raise WrapError("the model", "is wrapped already", "unwrap it, or use it as it is")
-    with ExitStack() as undo:
+    # Tensors made in inference mode could not be written by a later load.
+    with torch.inference_mode(False), torch.no_grad(), ExitStack() as undo:
         served = _Wrapping(model, config, undo).run(calibration, tokenizer, example)
         served.undo = undo.pop_all()
     return served
@@ -123,11 +124,23 @@ class _Wrapping:
         self._check_forced(planner)
         for name, weights in self.adapters.items():
             manager.install(name, weights)
-        return ServedModel(self.model, self.config, self.registry, planner, manager, found, ranges)
+        served = ServedModel(
+            self.model, self.config, self.registry, planner, manager, found, ranges
+        )
+        self.undo.callback(served.watch_rows().remove)
+        return served
 
     # --- steps ----------------------------------------------------------------------------------
 
     def _take_over(self, model: nn.Module) -> nn.Module:
+        if not isinstance(model, PeftModel) and any(
+            isinstance(module, BaseTunerLayer) for module in model.modules()
+        ):
+            raise WrapError(
+                f"model {type(model).__qualname__}",
+                "carries adapter layers that PEFT injected, but is no PeftModel",
+                "wrap the PeftModel, or delete the adapters first and load them by name",
+            )
         self.base = base_facts(model)
         if not isinstance(model, PeftModel):
             return model
@@ -200,7 +213,7 @@ class _Wrapping:
         return calibrate(self.model, self.registry, batches, Observer(self.config.percentile))
 
     def _check_settings(self, calibration: object) -> None:
-        """Refuse what would otherwise be ignored."""
+        """Refuse calibration settings that would otherwise be ignored."""
         static = self.config.quant == Quant.FP8_STATIC
         if not static and calibration is not None:
             raise ConfigError(

@@ -64,7 +64,9 @@ class EmulatedFp8Linear(LinearKernel):
         shape = quantized.orig_shape
         codes = decode_fp8(quantized.codes.reshape(-1, self.in_features))
         scale = quantized.scale.reshape(-1, 1) * self._weight_scale
-        out = (codes @ self._weight_t).mul_(scale)
+        # Autocast would round the product to half precision.
+        with torch.autocast(codes.device.type, enabled=False):
+            out = (codes @ self._weight_t).mul_(scale)
         if self._bias is not None:
             out += self._bias
         return out.to(quantized.orig_dtype).reshape(*shape[:-1], self.out_features)
