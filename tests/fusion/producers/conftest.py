@@ -39,10 +39,6 @@ class Backend:
         """All of them, or every third where a kernel is interpreted: it takes a second each."""
         return values[::3] if self.interpreted else values
 
-    def large(self, columns: int) -> tuple[int, int]:
-        """A large shape; the interpreter would take minutes over all of its rows."""
-        return (2 if self.interpreted else 128), columns
-
     def accepts(self, semantics: Semantics, *inputs: torch.Tensor):
         return self.producer(str(semantics)).accepts(inputs)
 
