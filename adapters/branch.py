@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import torch
 
-from ..core.errors import RawConsumerError
-from .source import LoraWeights
+from ..core.errors import AdapterUnsupportedError, RawConsumerError
+from .source import AdapterWeights, LoraWeights
 
 
 class LoraSlots:
@@ -108,3 +108,31 @@ class LoraSlots:
             delta = self.expand(self.shrink(x, index), index)
         wide = mask.view(-1, *[1] * (out.dim() - 1))
         return torch.where(wide, (out.float() + delta.view(out.shape)).to(out.dtype), out)
+
+
+def check_range(name: str, weights: AdapterWeights, dtype: torch.dtype) -> None:
+    """Refuse an adapter whose values the slots cannot hold.
+
+    Args:
+        name: of the adapter, for messages.
+        weights: as read.
+        dtype: of the slots.
+
+    Raises:
+        AdapterUnsupportedError: a scaling beyond float32, or a weight beyond `dtype`.
+    """
+    for layer, lora in weights.layers.items():
+        if abs(lora.scaling) > torch.finfo(torch.float32).max:
+            raise AdapterUnsupportedError(
+                f"adapter '{name}'",
+                f"the scaling {lora.scaling:g} of {layer} is beyond float32",
+                "correct lora_alpha in its config",
+            )
+        for what, tensor in (("lora_A", lora.a), ("lora_B", lora.b)):
+            if bool(tensor.to(dtype).isfinite().all()):
+                continue
+            raise AdapterUnsupportedError(
+                f"adapter '{name}'",
+                f"{what} of {layer} holds values beyond the {dtype} of the slots",
+                "wrap with lora_dtype='float32' (command line: --lora-dtype float32)",
+            )

@@ -21,13 +21,12 @@ from ..core.errors import (
     AdapterCapacityError,
     AdapterExistsError,
     AdapterNotFoundError,
-    AdapterUnsupportedError,
     BatchError,
     ConfigError,
 )
 from ..linear.batch import Batch, BatchPlan, active_batch, batch_scope
 from ..linear.registry import Holder, LayerRegistry
-from .branch import LoraSlots
+from .branch import LoraSlots, check_range
 from .read import read_adapter
 from .source import AdapterWeights, BaseFacts
 
@@ -130,7 +129,8 @@ class AdapterManager:
         Raises:
             AdapterExistsError: the name is taken.
             AdapterNotFoundError: no such folder.
-            AdapterFormatError, AdapterUnsupportedError, AdapterMismatchError: see `read_adapter`.
+            AdapterFormatError, AdapterUnsupportedError, AdapterMismatchError: see `read_adapter`
+                and `check_range`.
             AdapterCapacityError: no slot is free, or the rank is higher than the slots.
         """
         with self._lock:
@@ -144,7 +144,7 @@ class AdapterManager:
             AdapterExistsError: the name is taken.
             AdapterCapacityError: no slot is free.
         """
-        self._check_range(name, weights)
+        check_range(name, weights, self._dtype)
         with self._changing():
             self._check_can_load(name)
             version = self._enter(name, weights)
@@ -157,14 +157,15 @@ class AdapterManager:
 
         Raises:
             AdapterNotFoundError: the name, or the folder, is unknown.
-            AdapterFormatError, AdapterUnsupportedError, AdapterMismatchError: see `read_adapter`.
+            AdapterFormatError, AdapterUnsupportedError, AdapterMismatchError: see `read_adapter`
+                and `check_range`.
             AdapterCapacityError: the rank is higher than the slots, or every spare slot still
                 serves a batch in flight.
         """
         with self._lock:
             self._version(name)
         weights = self._read(path)
-        self._check_range(name, weights)
+        check_range(name, weights, self._dtype)
         with self._changing():
             old = self._version(name)
             new = self._enter(name, weights)
@@ -345,23 +346,6 @@ class AdapterManager:
             self._stacks[layer].write(version.slot, lora)
         self._free.pop(0)
         return version
-
-    def _check_range(self, name: str, weights: AdapterWeights) -> None:
-        for layer, lora in weights.layers.items():
-            if abs(lora.scaling) > torch.finfo(torch.float32).max:
-                raise AdapterUnsupportedError(
-                    f"adapter '{name}'",
-                    f"the scaling {lora.scaling:g} of {layer} is beyond float32",
-                    "correct lora_alpha in its config",
-                )
-            for what, tensor in (("lora_A", lora.a), ("lora_B", lora.b)):
-                if bool(tensor.to(self._dtype).isfinite().all()):
-                    continue
-                raise AdapterUnsupportedError(
-                    f"adapter '{name}'",
-                    f"{what} of {layer} holds values beyond the {self._dtype} of the slots",
-                    "wrap with lora_dtype='float32' (command line: --lora-dtype float32)",
-                )
 
     def _stack(self, name: str) -> LoraSlots:
         stack = self._stacks.get(name)
