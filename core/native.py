@@ -10,25 +10,137 @@ import ctypes
 import functools
 import os
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from .errors import ConfigError
 
-ABI_VERSION = 1
+ABI_VERSION = 3
 ISA_VARIABLE = "BRANCHLINE_NATIVE_ISA"
 _ISAS = ("scalar", "avx2", "avx512")
 
-_PTR, _I64, _INT, _F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
-_SIGNATURES: dict[str, list[type]] = {
-    "bl_act_static": [_INT, _PTR, _I64, _PTR, _I64, _PTR, _I64, _I64, _I64, _F32, _INT],
-    "bl_rms_norm_static": [
-        _INT, _PTR, _I64, _PTR, _PTR, _I64, _PTR, _I64, _I64, _I64, _F32, _F32, _INT,
-    ],
-    "bl_quantize_token": [_PTR, _I64, _PTR, _I64, _PTR, _I64, _I64, _INT],
-    "bl_fp8_decode": [_PTR, _I64, _PTR, _I64, _I64, _I64, _INT],
-}  # fmt: skip
+_PTR, _I64, _INT, _F64 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double
+
+
+class ActivationKind(IntEnum):
+    """enum bl_activation_kind."""
+
+    IDENTITY = 0
+    RELU = 1
+    RELU2 = 2
+    SILU = 3
+    TABLE = 4
+
+
+class NormOrder(IntEnum):
+    """enum bl_norm_order."""
+
+    LLAMA = 0
+    GEMMA = 1
+    LAYER_NORM = 2
+    LAYER_NORM_1P = 3
+
+
+class Epilogue(IntEnum):
+    """enum bl_epilogue."""
+
+    NO_CODES = 0
+    STATIC = 1
+    TOKEN = 2
+    GROUP = 3
+    NVFP4 = 4
+
+
+#: enum bl_scale_dtype and enum bl_lora_dtype.
+SCALE_DTYPES = {torch.float32: 0, torch.float8_e8m0fnu: 1, torch.float8_e4m3fn: 2}
+LORA_DTYPES = {torch.bfloat16: 0, torch.float32: 1}
+
+
+class ActivationSource(ctypes.Structure):
+    """struct bl_activation_source."""
+
+    _fields_ = (
+        ("kind", _I64),
+        ("gate", _PTR),
+        ("gate_stride", _I64),
+        ("up", _PTR),
+        ("up_stride", _I64),
+        ("table", _PTR),
+        ("code_table", _PTR),
+        ("up_limit", _F64),
+    )
+
+
+class NormSource(ctypes.Structure):
+    """struct bl_norm_source."""
+
+    _fields_ = (
+        ("order", _I64),
+        ("eps", _F64),
+        ("x", _PTR),
+        ("x_stride", _I64),
+        ("residual", _PTR),
+        ("residual_stride", _I64),
+        ("weight", _PTR),
+        ("bias", _PTR),
+        ("new_residual", _PTR),
+        ("new_residual_stride", _I64),
+    )
+
+
+class ShrinkOutput(ctypes.Structure):
+    """struct bl_shrink."""
+
+    _fields_ = (
+        ("a", _PTR),
+        ("a_dtype", _I64),
+        ("slot_stride", _I64),
+        ("rank_stride", _I64),
+        ("ranks", _PTR),
+        ("slots", _PTR),
+        ("width", _I64),
+        ("out", _PTR),
+        ("out_stride", _I64),
+    )
+
+
+class Output(ctypes.Structure):
+    """struct bl_output."""
+
+    _fields_ = (
+        ("epilogue", _I64),
+        ("group", _I64),
+        ("ue8m0", _I64),
+        ("scale_dtype", _I64),
+        ("inv_scale", _F64),
+        ("global_scale", _F64),
+        ("codes", _PTR),
+        ("codes_stride", _I64),
+        ("code_rows", _I64),
+        ("scale", _PTR),
+        ("scale_row_stride", _I64),
+        ("scale_group_stride", _I64),
+        ("scale_rows", _I64),
+        ("scale_groups", _I64),
+        ("swizzled", _I64),
+        ("raw", _PTR),
+        ("raw_stride", _I64),
+        ("raw_map", _PTR),
+        ("shrinks", ctypes.POINTER(ShrinkOutput)),
+        ("shrink_count", _I64),
+        ("requests", _I64),
+    )
+
+
+_OUTPUT = ctypes.POINTER(Output)
+_SIGNATURES: dict[str, tuple[list[Any], Any]] = {
+    "bl_activation": ([ctypes.POINTER(ActivationSource), _OUTPUT, _I64, _I64, _INT], _INT),
+    "bl_norm": ([ctypes.POINTER(NormSource), _OUTPUT, _I64, _I64, _INT], _INT),
+    "bl_fp8_decode": ([_PTR, _I64, _PTR, _I64, _I64, _I64, _INT], None),
+}
 
 
 @dataclass(frozen=True)
@@ -51,9 +163,14 @@ class NativeLibrary:
         return self.functions is not None
 
     def call(self, name: str, *arguments: object) -> None:
-        """Call one kernel; the argument order is that of native/branchline_native.h."""
+        """Call one kernel; the argument order is that of native/branchline_native.h.
+
+        Raises:
+            MemoryError: there was none for a scratch buffer.
+        """
         assert self.functions is not None, self.reason
-        getattr(self.functions, name)(*arguments)
+        if getattr(self.functions, name)(*arguments):
+            raise MemoryError(f"{name}: no memory for a scratch buffer")
 
 
 @functools.cache
@@ -74,9 +191,9 @@ def load() -> NativeLibrary:
     functions = ctypes.CDLL(str(paths[-1]))
     if functions.bl_abi_version() != ABI_VERSION:
         return NativeLibrary("", f"{paths[-1].name} is of another version; reinstall", None)
-    for name, argtypes in _SIGNATURES.items():
+    for name, (argtypes, restype) in _SIGNATURES.items():
         function = getattr(functions, name)
-        function.argtypes, function.restype = argtypes, None
+        function.argtypes, function.restype = argtypes, restype
     return NativeLibrary(_choose_isa(functions, wanted), "", functions)
 
 

@@ -12,6 +12,23 @@ from .errors import MalformedActivationError, QuantKeyMismatchError, RawConsumer
 from .quant_key import QuantKey, ScaleLayout
 
 
+@dataclass(frozen=True, eq=False)
+class RawOutput:
+    """The raw rows that a producer wrote beside its codes.
+
+    Attributes:
+        values: of the activation's shape and dtype, with all other rows unwritten; or, if
+            `compact`, (n, K): the written rows alone.
+        rows: bool (R,), which of the R requests that the activation's rows belong to in turn have
+            theirs written; None for all.
+        compact: only written rows lie in `values`, one after the other.
+    """
+
+    values: torch.Tensor
+    rows: torch.Tensor | None = None
+    compact: bool = False
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class QuantizedActivation:
     """An activation as a producer emits it: codes and scale, and perhaps the raw tensor beside.
@@ -27,10 +44,11 @@ class QuantizedActivation:
         orig_dtype: dtype of the activation the codes stand for.
         orig_shape: its shape (..., K).
         quant_key: what the codes were quantised for.
-        raw: the unquantised activation of `orig_shape` and `orig_dtype`, where a raw consumer is
-            live and the producer served both; else None.
+        raw: raw rows, where a raw consumer is live and the producer served both; else None.
         producer: name of what made the codes, for messages.
         global_scale: float32, one element, for keys that have one.
+        shrunk: where the producer absorbed LoRA branches, the shrunk rows by the name of the
+            linear: float32 (M, width), the M rows of the activation flattened; else None.
 
     Raises:
         MalformedActivationError: a dtype, shape or device that contradicts the key.
@@ -41,9 +59,10 @@ class QuantizedActivation:
     orig_dtype: torch.dtype
     orig_shape: torch.Size
     quant_key: QuantKey
-    raw: torch.Tensor | None = None
+    raw: RawOutput | None = None
     producer: str = "an unnamed producer"
     global_scale: torch.Tensor | None = None
+    shrunk: Mapping[str, torch.Tensor] | None = None
     codes: torch.Tensor = field(init=False)
 
     def __post_init__(self, data: torch.Tensor) -> None:
@@ -59,9 +78,24 @@ class QuantizedActivation:
                 "make it with branchline.fusion.quantize or a registered producer",
             )
 
+    @classmethod
+    def unchecked(cls, **fields: Any) -> QuantizedActivation:
+        """For outputs that were allocated by their key, so that no check can fail.
+
+        A site makes one in every forward; the checks take longer than a kernel on one row.
+
+        Args:
+            **fields: every attribute by its name.
+        """
+        made = object.__new__(cls)
+        made.__dict__.update(fields)
+        return made
+
     def _fault(self) -> str | None:
         key = self.quant_key
-        shape = tuple(self.orig_shape)
+        shape = self.orig_shape
+        if self.raw is not None and not isinstance(self.raw, RawOutput):
+            return "its raw rows are a bare tensor, no RawOutput"
         if not shape:
             return "an activation has at least one dimension"
         if not self.orig_dtype.is_floating_point or self.orig_dtype.itemsize < 2:
@@ -69,7 +103,16 @@ class QuantizedActivation:
         for what, tensor, dtype, expected in (
             ("codes", self.codes, key.code_dtype, key.code_shape(shape)),
             ("scale", self.scale, key.scale_dtype, key.scale_shape(shape)),
-            ("raw", self.raw, self.orig_dtype, shape),
+            ("raw", self.raw and self.raw.values, self.orig_dtype, self._raw_shape()),
+            *(
+                (
+                    f"shrunk rows of {name}",
+                    rows,
+                    torch.float32,
+                    (shape[:-1].numel(), rows.shape[-1]),
+                )
+                for name, rows in (self.shrunk or {}).items()
+            ),
         ):
             if tensor is None:
                 continue
@@ -79,6 +122,11 @@ class QuantizedActivation:
         if key.global_scale != (self.global_scale is not None):
             return f"the key says global_scale={key.global_scale}"
         return self._global_scale_fault() or self._layout_fault()
+
+    def _raw_shape(self) -> tuple[int, ...]:
+        if self.raw is None or not self.raw.compact:
+            return tuple(self.orig_shape)
+        return (self.raw.values.shape[0], self.orig_shape[-1])
 
     def _global_scale_fault(self) -> str | None:
         scale = self.global_scale
@@ -125,7 +173,17 @@ class QuantizedActivation:
         return self.orig_shape if dim is None else self.orig_shape[dim]
 
     def require_raw(self, consumer: str) -> torch.Tensor:
-        """The raw activation, for `consumer`.
+        """The whole raw activation, for `consumer`.
+
+        Raises:
+            RawConsumerError: the producer kept none, or only some of its rows.
+        """
+        if self.raw is None or self.raw.rows is not None:
+            self._refuse(consumer)
+        return self.raw.values
+
+    def require_raw_rows(self, consumer: str) -> RawOutput:
+        """The raw rows that were asked for, for `consumer`, which reads no others.
 
         Raises:
             RawConsumerError: the producer kept none.
@@ -134,13 +192,24 @@ class QuantizedActivation:
             self._refuse(consumer)
         return self.raw
 
+    def shrunk_for(self, consumer: str) -> torch.Tensor | None:
+        """The shrunk rows for the linear `consumer`, where the producer absorbed its branches."""
+        return None if self.shrunk is None else self.shrunk.get(consumer)
+
     def _refuse(self, consumer: str) -> NoReturn:
         raise RawConsumerError(
             f"{consumer} reads the raw activation",
-            f"{self.producer} emitted only {self.quant_key} codes, since no raw consumer was live "
+            f"{self.producer} emitted {self._emitted()}, since no other raw consumer was live "
             "when this batch was planned",
             "register the consumer before the batch begins, or route the site with policy='static'",
         )
+
+    def _emitted(self) -> str:
+        beside = [
+            *(["the raw rows of some adapters"] if self.raw is not None else []),
+            *(["LoRA products"] if self.shrunk else []),
+        ]
+        return f"only {' and '.join([f'{self.quant_key} codes', *beside])}"
 
     @classmethod
     def __torch_function__(
@@ -163,6 +232,8 @@ class QuantizedActivation:
 
     def __repr__(self) -> str:
         raw = "with raw" if self.raw is not None else "no raw"
+        if self.shrunk:
+            raw = f"shrunk for {', '.join(self.shrunk)}"
         return (
             f"QuantizedActivation(shape={tuple(self.orig_shape)}, dtype={self.orig_dtype}, "
             f"key={self.quant_key}, producer={self.producer!r}, {raw})"

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -30,6 +30,11 @@ class BatchPlan(Protocol):
         """By layer index: whether some adapter of the batch has a branch there."""
         ...
 
+    @property
+    def shrink_ranks(self) -> tuple[int, ...]:
+        """By layer index: the highest rank of the batch's LoRA branches there; 0 for none."""
+        ...
+
 
 @dataclass(frozen=True)
 class BarePlan:
@@ -37,6 +42,7 @@ class BarePlan:
 
     routes: tuple[int, ...]
     branched: tuple[bool, ...]
+    shrink_ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -46,10 +52,12 @@ class FusionRules:
     Attributes:
         never_fused: a layer that may ever carry an adapter is never fed codes (policy "static").
         producer: the only producer that may be chosen; None for any.
+        shrink_width: the rank that a slot holds, where sites may absorb LoRA branches; else 0.
     """
 
     never_fused: bool = False
     producer: str | None = None
+    shrink_width: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,9 +67,10 @@ class Batch:
     Attributes:
         plan: the frozen plan for the adapters of this batch.
         rows: number of rows, or None for a batch of base rows only (any number of rows).
-        slots: int64 (rows,), the slot of each row, -1 for none; None where `rows` is None.
-        masks: bool (layers, rows), whether the row's adapter has a branch on the layer; None
-            where `rows` is None.
+        slots: int32 (layers, rows), the slot of each row on each layer; -1 where the row has no
+            adapter, or one without a branch there.  None where `rows` is None.
+        memo: what sites have worked out for this batch, by their index; the same for all of its
+            forwards.
         ended: set when its block has ended; nothing may run under it any more, for its slots may
             be another adapter's by then.
     """
@@ -69,7 +78,7 @@ class Batch:
     plan: BatchPlan
     rows: int | None = None
     slots: torch.Tensor | None = None
-    masks: torch.Tensor | None = None
+    memo: dict[int, Any] = field(default_factory=dict)
     ended: threading.Event = field(default_factory=threading.Event)
 
 

@@ -53,10 +53,12 @@ class InputContract:
     Attributes:
         key: the quantised input it takes, or None for one that takes only raw activations.
         scale: its static scale; None for a dynamic key or no key.
+        global_scale: the per-tensor scale above the block scales, for a key that has one.
     """
 
     key: QuantKey | None
     scale: InputScale | None = None
+    global_scale: InputScale | None = None
 
     def static_scale(self, subject: str) -> InputScale:
         """The scale, for a static key of the layer or kernel `subject`.
@@ -66,10 +68,19 @@ class InputContract:
         """
         return self.scale if self.scale is not None else InputScale.checked(None, subject)
 
+    def required_global_scale(self, subject: str) -> InputScale:
+        """The global scale, for a key of the layer or kernel `subject` that has one.
+
+        Raises:
+            ScaleError: there is none.
+        """
+        if self.global_scale is not None:
+            return self.global_scale
+        return InputScale.checked(None, subject)
+
     def same_input(self, other: InputContract) -> bool:
         """Whether codes made for one are, to the bit, codes for the other."""
-        if self.key != other.key:
-            return False
-        if self.scale is None or other.scale is None:
-            return self.scale is other.scale
-        return self.scale.number == other.scale.number
+        return (self.key, *self._numbers()) == (other.key, *other._numbers())
+
+    def _numbers(self) -> tuple[float | None, ...]:
+        return tuple(s and s.number for s in (self.scale, self.global_scale))

@@ -1,9 +1,9 @@
 """Custom ops, so that a compiled graph sees through sites and linears and bakes no route in.
 
 A graph must not be compiled again when an adapter comes or goes.  So inside `torch.compile` a site
-hands on a pair (codes, raw) of which this batch's plan says which one was written, and both the
-site and the linear decide at run time, inside an opaque op.  The unwritten one costs an
-allocation, no memory traffic.
+hands on room for everything that any route emits, of which this batch's plan says what was
+written, and both the site and the linear decide at run time, inside an opaque op.  What stays
+unwritten costs an allocation, no memory traffic.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..core.quantized_activation import QuantizedActivation
-from ..core.route import Route
 
 if TYPE_CHECKING:
     from .routed import RoutedLinear
@@ -39,16 +38,23 @@ def resolve(handle: int) -> Any:
 
 @dataclass(eq=False)
 class TracedActivation:
-    """What a site hands to its linears inside a compiled graph.
+    """What a site hands to its linears inside a compiled graph; its batch's route says what of it
+    was written.
 
     Attributes:
-        raw: (..., K); written only if the plan of the running batch says unfused.
-        codes: float8_e4m3fn (..., K); written only if it says otherwise.
-        site: index of the site in the plan.
+        raw: (..., K): all rows (unfused), those of adapters (dual), or none.
+        codes: uint8, as the key of the consumers lays codes out.
+        scale: as the key lays scales out; uint8 where they are one byte each.
+        shrunk: float32 (consumers, M, width), for an absorbed route.
+        route: int64 (), on the CPU: the route that the site took.
+        site: handle of the site.
     """
 
     raw: torch.Tensor
     codes: torch.Tensor
+    scale: torch.Tensor
+    shrunk: torch.Tensor
+    route: torch.Tensor
     site: int
 
     @property
@@ -67,33 +73,26 @@ def routed_linear(
 ) -> torch.Tensor:
     """The traced form of `RoutedLinear.forward`."""
     if isinstance(x, TracedActivation):
-        return _routed_linear_op(x.raw, x.codes, handle, x.site, out_features)
-    return _routed_linear_op(x, None, handle, -1, out_features)
+        parts = [x.codes, x.scale, x.shrunk, x.route]
+        return _routed_linear_op(x.raw, parts, handle, x.site, out_features)
+    return _routed_linear_op(x, [], handle, 0, out_features)
 
 
 @torch.library.custom_op("branchline::routed_linear", mutates_args=())
 def _routed_linear_op(
-    raw: torch.Tensor, codes: torch.Tensor | None, handle: int, site: int, out_features: int
+    raw: torch.Tensor, parts: list[torch.Tensor], handle: int, site: int, out_features: int
 ) -> torch.Tensor:
     layer: RoutedLinear = resolve(handle)
-    if codes is None:
+    if not parts:
         return layer.run(raw)
-    route = layer.current_routes()[site]
-    if route == Route.UNFUSED:
-        return layer.run(raw)
-    contract = layer.kernel.contract
-    assert contract.key is not None
-    assert contract.scale is not None
-    kept = raw if route == Route.DUAL else None
+    codes, scale, shrunk, route = parts
     return layer.run(
-        QuantizedActivation(
-            codes, contract.scale.value, raw.dtype, raw.shape, contract.key, kept, f"site {site}"
-        )
+        resolve(site).received(TracedActivation(raw, codes, scale, shrunk, route, site), layer)
     )
 
 
 @_routed_linear_op.register_fake
 def _(
-    raw: torch.Tensor, codes: torch.Tensor | None, handle: int, site: int, out_features: int
+    raw: torch.Tensor, parts: list[torch.Tensor], handle: int, site: int, out_features: int
 ) -> torch.Tensor:
     return raw.new_empty((*raw.shape[:-1], out_features))

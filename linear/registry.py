@@ -30,11 +30,14 @@ class RawReader:
         kind: "branch", "hook" or "unknown".
         name: the adapter, hook or module.
         layer: the layer (or module) it sits on.
+        shrink_rank: the rank of a branch that does nothing with the activation but a LoRA shrink;
+            None for every other reader.
     """
 
     kind: str
     name: str
     layer: str
+    shrink_rank: int | None = None
 
     def __str__(self) -> str:
         what = {"branch": "adapter", "hook": "forward hook"}.get(self.kind, "reader")
@@ -49,10 +52,12 @@ class Holder:
         name: of the adapter.
         reads_raw: its branch reads the layer's raw input (one that acts on the output alone does
             not).
+        shrink_rank: its rank, where all it does with the raw input is a LoRA shrink; else None.
     """
 
     name: str
     reads_raw: bool = True
+    shrink_rank: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,7 +177,7 @@ class LayerRegistry:
     def _readers_on(self, name: str, live: Collection[int] | None) -> Iterator[RawReader]:
         for key, holder in self._branches[name].items():
             if holder.reads_raw and (live is None or key in live):
-                yield RawReader("branch", holder.name, name)
+                yield RawReader("branch", holder.name, name, holder.shrink_rank)
         for hook in hook_names(self._layers[name]):
             yield RawReader("hook", hook, name)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
@@ -10,11 +10,16 @@ import torch
 from torch import nn
 
 from ..core.errors import BatchError
-from ..core.quantized_activation import QuantizedActivation
+from ..core.quantized_activation import (
+    QuantizedActivation,
+    RawOutput,
+    as_quantized_activation,
+)
 from . import ops
 from .batch import Batch, FusionRules
 from .hooks import global_hook_names, hook_names
 from .kernels.base import LinearKernel
+from .outputs import Shrink
 
 
 class RowLayout(StrEnum):
@@ -25,20 +30,60 @@ class RowLayout(StrEnum):
     UNKNOWN = "unknown"
 
 
+@dataclass(frozen=True, eq=False)
+class BranchInput:
+    """What a branch may read of a layer's input.
+
+    Attributes:
+        x: what reached the layer: the raw activation, or a producer's output.
+        consumer: name of the layer.
+    """
+
+    x: torch.Tensor | QuantizedActivation
+    consumer: str
+
+    def raw(self) -> RawOutput:
+        """The raw rows of the batch's adapters; other rows may be unwritten.
+
+        Raises:
+            RawConsumerError: there are only codes.
+        """
+        if isinstance(self.x, QuantizedActivation):
+            return self.x.require_raw_rows(self.consumer)
+        if self.x.dtype.itemsize == 1:
+            as_quantized_activation(self.x, None, consumer=self.consumer)
+        return RawOutput(self.x)
+
+    def shrunk(self) -> torch.Tensor | None:
+        """float32 (M, width): the shrunk rows, where the producer absorbed this layer's branch."""
+        if isinstance(self.x, QuantizedActivation):
+            return self.x.shrunk_for(self.consumer)
+        return None
+
+
 class Branch(Protocol):
-    """What all live adapters add to one linear."""
+    """What all live adapters add to one linear.
 
-    def add(
-        self,
-        out: torch.Tensor,
-        raw: Callable[[], torch.Tensor],
-        slots: torch.Tensor,
-        mask: torch.Tensor,
-    ) -> torch.Tensor:
-        """`out` (rows, ..., N) plus each masked row's branch.
+    Attributes:
+        compact_raw: of a dual producer, take the raw rows of adapters alone, one after the other,
+            and not in place.
+    """
 
-        `raw()` is the raw activation (rows, ..., K).  Who never asks for it, because it acts on
-        the output alone, leaves the layer's site fused.
+    compact_raw: bool
+
+    def add(self, out: torch.Tensor, x: BranchInput, slots: torch.Tensor) -> torch.Tensor:
+        """`out` (M, N) plus the branch of each row's adapter.
+
+        The M rows belong to the R requests of `slots` (int32, -1 for none) in turn.  A branch that
+        never asks for `x.raw()`, because it acts on the output alone, leaves the layer's site
+        fused.
+        """
+        ...
+
+    def shrink_request(self, slots: torch.Tensor, rank: int) -> Shrink:
+        """What a producer has to multiply the raw activation with, to absorb this branch.
+
+        Asked only of a branch all of whose holders have a `shrink_rank`; `rank` is the highest.
         """
         ...
 
@@ -146,15 +191,26 @@ class RoutedLinear(nn.Module):
         """What the model was wrapped with."""
         return self._source.rules
 
+    def refuse_misfit(self, shape: torch.Size, batch: Batch) -> None:
+        """Refuse an input of `shape` that does not hold the rows of `batch`.
+
+        Raises:
+            BatchError: it has another number of rows.
+        """
+        rows = batch.rows
+        if rows is None or self._fits(shape, rows):
+            return
+        raise BatchError(
+            f"layer '{self.name}'",
+            f"its input has shape {tuple(shape)} but the batch names {rows} rows",
+            "name one adapter (or None) for every row of the batch",
+        )
+
     def reads_raw(self) -> bool:
         """Whether something reads this layer's input raw in the batch in flight (I2)."""
         batch = self._source.current_batch()
         hooked = hook_names(self) or global_hook_names()
         return batch.plan.branched[self.index] or bool(hooked)
-
-    def current_routes(self) -> tuple[int, ...]:
-        """Route by site index, of the batch in flight."""
-        return self._source.current_batch().plan.routes
 
     def run(self, x: torch.Tensor | QuantizedActivation) -> torch.Tensor:
         """The forward outside of a compiled graph."""
@@ -169,23 +225,10 @@ class RoutedLinear(nn.Module):
     ) -> torch.Tensor:
         assert self.branch is not None
         assert batch.slots is not None
-        assert batch.masks is not None
-        rows = batch.slots.shape[0]
-        if not self._fits(x.shape, rows):
-            raise BatchError(
-                f"layer '{self.name}'",
-                f"its input has shape {tuple(x.shape)} but the batch names {rows} rows",
-                "name one adapter (or None) for every row of the batch",
-            )
-        flat = self.row_layout == RowLayout.FLAT
-
-        def raw() -> torch.Tensor:
-            own = x.require_raw(self.name) if isinstance(x, QuantizedActivation) else x
-            return own.unflatten(0, (rows, -1)) if flat else own
-
-        by_row = out.unflatten(0, (rows, -1)) if flat else out
-        added = self.branch.add(by_row, raw, batch.slots, batch.masks[self.index])
-        return added.flatten(0, 1) if flat else added
+        self.refuse_misfit(x.shape, batch)
+        source = BranchInput(x, self.name)
+        flat = out.reshape(-1, out.shape[-1])
+        return self.branch.add(flat, source, batch.slots[self.index]).view(out.shape)
 
     def _fits(self, shape: torch.Size, rows: int) -> bool:
         if self.row_layout == RowLayout.FLAT:

@@ -36,12 +36,31 @@ BL_INLINE void vi_store_halves(void *p, vi x)
     _mm_storeu_si128((__m128i *)p, _mm_packus_epi32(low, high));
 }
 
+BL_INLINE void vi_store_bytes(uint8_t *p, vi x)
+{
+    const __m256i low_bytes = _mm256_set1_epi32(0x0C080400);
+    x = _mm256_shuffle_epi8(x, low_bytes);
+    __m128i low = _mm256_castsi256_si128(x), high = _mm256_extracti128_si256(x, 1);
+    _mm_storel_epi64((__m128i *)p, _mm_unpacklo_epi32(low, high));
+}
+
+BL_INLINE vf v_load(const float *p) { return _mm256_loadu_ps(p); }
 BL_INLINE void v_store(float *p, vf x) { _mm256_storeu_ps(p, x); }
 
 BL_INLINE vi vi_load_bytes(const uint8_t *p)
 {
     return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
 }
+
+BL_INLINE vf v_spread_16(const float *p) { return _mm256_set1_ps(*p); }
+
+BL_INLINE vf v_quarters_in_order(vf x)
+{
+    return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(x), 0xD8));
+}
+
+BL_INLINE vf v_evens(vf a, vf b) { return v_quarters_in_order(_mm256_shuffle_ps(a, b, 0x88)); }
+BL_INLINE vf v_odds(vf a, vf b) { return v_quarters_in_order(_mm256_shuffle_ps(a, b, 0xDD)); }
 
 BL_INLINE vf v_add(vf a, vf b) { return _mm256_add_ps(a, b); }
 BL_INLINE vf v_sub(vf a, vf b) { return _mm256_sub_ps(a, b); }
@@ -52,11 +71,11 @@ BL_INLINE vf v_max(vf a, vf b) { return _mm256_max_ps(a, b); }
 BL_INLINE vf v_min(vf a, vf b) { return _mm256_min_ps(a, b); }
 BL_INLINE vf v_from_int(vi x) { return _mm256_cvtepi32_ps(x); }
 
-BL_INLINE float v_reduce_max(vf x)
+BL_INLINE float v_reduce_add(vf x)
 {
-    __m128 four = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
-    __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
-    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
 BL_INLINE vi vi_and(vi a, vi b) { return _mm256_and_si256(a, b); }
@@ -80,17 +99,48 @@ BL_INLINE vi vi_if_nan(vf x, vi then, vi otherwise)
 #define vi_shl(x, n) _mm256_slli_epi32(x, n)
 #define vi_shr(x, n) _mm256_srli_epi32(x, n)
 
+BL_INLINE vi vh_magnitude(vi x)
+{
+    x = _mm256_and_si256(x, _mm256_set1_epi16(0x7FFF));
+    return _mm256_andnot_si256(_mm256_cmpgt_epi16(x, _mm256_set1_epi16(0x7F80)), x);
+}
+
+BL_INLINE vi vh_max(vi a, vi b) { return _mm256_max_epu16(a, b); }
+
+BL_INLINE uint32_t vh_reduce_max(vi x)
+{
+    __m128i low = _mm256_castsi256_si128(x), high = _mm256_extracti128_si256(x, 1);
+    /* There is a horizontal minimum only. */
+    __m128i inverted = _mm_xor_si128(_mm_max_epu16(low, high), _mm_set1_epi32(-1));
+    return ~(uint32_t)_mm_cvtsi128_si32(_mm_minpos_epu16(inverted)) & 0xFFFF;
+}
+
+BL_INLINE uint32_t max_magnitude_16(const uint16_t *p)
+{
+    return vh_reduce_max(vh_magnitude(vi_load(p)));
+}
+
 BL_INLINE vacc acc_zero(void)
 {
     return (vacc){_mm256_setzero_pd(), _mm256_setzero_pd()};
 }
 
-BL_INLINE vacc acc_square(vacc acc, vf x)
+BL_INLINE vacc acc_add(vacc acc, vf x)
 {
-    vf square = _mm256_mul_ps(x, x);
-    __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(square));
-    __m256d high = _mm256_cvtps_pd(_mm256_extractf128_ps(square, 1));
+    __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(x));
+    __m256d high = _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));
     return (vacc){_mm256_add_pd(low, acc.low), _mm256_add_pd(high, acc.high)};
+}
+
+BL_INLINE vacc acc_square(vacc acc, vf x) { return acc_add(acc, _mm256_mul_ps(x, x)); }
+
+BL_INLINE vacc acc_difference(vacc acc, vf x, double mean)
+{
+    __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(x));
+    __m256d high = _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));
+    low = _mm256_sub_pd(low, _mm256_set1_pd(mean));
+    high = _mm256_sub_pd(high, _mm256_set1_pd(mean));
+    return (vacc){_mm256_fmadd_pd(low, low, acc.low), _mm256_fmadd_pd(high, high, acc.high)};
 }
 
 BL_INLINE double acc_sum(vacc acc)

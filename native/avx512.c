@@ -36,11 +36,34 @@ BL_INLINE void vi_store_halves(void *p, vi x)
     _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(x));
 }
 
+BL_INLINE void vi_store_bytes(uint8_t *p, vi x)
+{
+    _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(x));
+}
+
+BL_INLINE vf v_load(const float *p) { return _mm512_loadu_ps(p); }
 BL_INLINE void v_store(float *p, vf x) { _mm512_storeu_ps(p, x); }
 
 BL_INLINE vi vi_load_bytes(const uint8_t *p)
 {
     return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+}
+
+BL_INLINE vf v_spread_16(const float *p)
+{
+    return _mm512_insertf32x8(_mm512_set1_ps(p[0]), _mm256_set1_ps(p[1]), 1);
+}
+
+BL_INLINE vf v_evens(vf a, vf b)
+{
+    const vi index = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    return _mm512_permutex2var_ps(a, index, b);
+}
+
+BL_INLINE vf v_odds(vf a, vf b)
+{
+    const vi index = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+    return _mm512_permutex2var_ps(a, index, b);
 }
 
 BL_INLINE vf v_add(vf a, vf b) { return _mm512_add_ps(a, b); }
@@ -51,7 +74,7 @@ BL_INLINE vf v_mul_add(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
 BL_INLINE vf v_max(vf a, vf b) { return _mm512_max_ps(a, b); }
 BL_INLINE vf v_min(vf a, vf b) { return _mm512_min_ps(a, b); }
 BL_INLINE vf v_from_int(vi x) { return _mm512_cvtepi32_ps(x); }
-BL_INLINE float v_reduce_max(vf x) { return _mm512_reduce_max_ps(x); }
+BL_INLINE float v_reduce_add(vf x) { return _mm512_reduce_add_ps(x); }
 
 BL_INLINE vi vi_and(vi a, vi b) { return _mm512_and_si512(a, b); }
 BL_INLINE vi vi_or(vi a, vi b) { return _mm512_or_si512(a, b); }
@@ -77,17 +100,56 @@ BL_INLINE vi vi_if_nan(vf x, vi then, vi otherwise)
 #define vi_shl(x, n) _mm512_slli_epi32(x, n)
 #define vi_shr(x, n) _mm512_srli_epi32(x, n)
 
+BL_INLINE vi vh_magnitude(vi x)
+{
+    x = _mm512_and_si512(x, _mm512_set1_epi16(0x7FFF));
+    return _mm512_maskz_mov_epi16(_mm512_cmple_epi16_mask(x, _mm512_set1_epi16(0x7F80)), x);
+}
+
+BL_INLINE vi vh_max(vi a, vi b) { return _mm512_max_epu16(a, b); }
+
+BL_INLINE uint32_t max_of_16(__m256i x)
+{
+    __m128i low = _mm256_castsi256_si128(x), high = _mm256_extracti128_si256(x, 1);
+    /* There is a horizontal minimum only. */
+    __m128i inverted = _mm_xor_si128(_mm_max_epu16(low, high), _mm_set1_epi32(-1));
+    return ~(uint32_t)_mm_cvtsi128_si32(_mm_minpos_epu16(inverted)) & 0xFFFF;
+}
+
+BL_INLINE uint32_t vh_reduce_max(vi x)
+{
+    return max_of_16(_mm256_max_epu16(_mm512_castsi512_si256(x), _mm512_extracti64x4_epi64(x, 1)));
+}
+
+BL_INLINE uint32_t max_magnitude_16(const uint16_t *p)
+{
+    __m256i x = _mm256_loadu_si256((const __m256i *)p);
+    x = _mm256_and_si256(x, _mm256_set1_epi16(0x7FFF));
+    __mmask16 number = _mm256_cmple_epi16_mask(x, _mm256_set1_epi16(0x7F80));
+    return max_of_16(_mm256_maskz_mov_epi16(number, x));
+}
+
 BL_INLINE vacc acc_zero(void)
 {
     return (vacc){_mm512_setzero_pd(), _mm512_setzero_pd()};
 }
 
-BL_INLINE vacc acc_square(vacc acc, vf x)
+BL_INLINE vacc acc_add(vacc acc, vf x)
 {
-    vf square = _mm512_mul_ps(x, x);
-    __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(square));
-    __m512d high = _mm512_cvtps_pd(_mm512_extractf32x8_ps(square, 1));
+    __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(x));
+    __m512d high = _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1));
     return (vacc){_mm512_add_pd(low, acc.low), _mm512_add_pd(high, acc.high)};
+}
+
+BL_INLINE vacc acc_square(vacc acc, vf x) { return acc_add(acc, _mm512_mul_ps(x, x)); }
+
+BL_INLINE vacc acc_difference(vacc acc, vf x, double mean)
+{
+    __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(x));
+    __m512d high = _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1));
+    low = _mm512_sub_pd(low, _mm512_set1_pd(mean));
+    high = _mm512_sub_pd(high, _mm512_set1_pd(mean));
+    return (vacc){_mm512_fmadd_pd(low, low, acc.low), _mm512_fmadd_pd(high, high, acc.high)};
 }
 
 BL_INLINE double acc_sum(vacc acc)

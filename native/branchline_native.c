@@ -8,9 +8,8 @@
 BL_EXPORT int bl_abi_version(void);
 BL_EXPORT int bl_best_isa(void);
 BL_EXPORT int bl_set_isa(int isa);
-BL_EXPORT bl_act_static_fn bl_act_static;
-BL_EXPORT bl_rms_norm_static_fn bl_rms_norm_static;
-BL_EXPORT bl_quantize_token_fn bl_quantize_token;
+BL_EXPORT bl_activation_fn bl_activation;
+BL_EXPORT bl_norm_fn bl_norm;
 BL_EXPORT bl_fp8_decode_fn bl_fp8_decode;
 
 static const struct bl_kernels *chosen = &bl_kernels_scalar;
@@ -51,26 +50,16 @@ int bl_set_isa(int isa)
     return 0;
 }
 
-void bl_act_static(int activation, const uint16_t *gate, int64_t gate_stride, const uint16_t *up,
-                   int64_t up_stride, uint8_t *codes, int64_t codes_stride, int64_t rows,
-                   int64_t cols, float inv_scale, int threads)
+int bl_activation(const struct bl_activation_source *source, const struct bl_output *output,
+                  int64_t rows, int64_t cols, int threads)
 {
-    chosen->act_static(activation, gate, gate_stride, up, up_stride, codes, codes_stride, rows,
-                       cols, inv_scale, threads);
+    return chosen->activation(source, output, rows, cols, threads);
 }
 
-void bl_rms_norm_static(int order, const uint16_t *x, int64_t x_stride, const uint16_t *weight,
-                        uint8_t *codes, int64_t codes_stride, uint16_t *raw, int64_t raw_stride,
-                        int64_t rows, int64_t cols, float eps, float inv_scale, int threads)
+int bl_norm(const struct bl_norm_source *source, const struct bl_output *output, int64_t rows,
+            int64_t cols, int threads)
 {
-    chosen->rms_norm_static(order, x, x_stride, weight, codes, codes_stride, raw, raw_stride, rows,
-                            cols, eps, inv_scale, threads);
-}
-
-void bl_quantize_token(const uint16_t *x, int64_t x_stride, uint8_t *codes, int64_t codes_stride,
-                       float *scale, int64_t rows, int64_t cols, int threads)
-{
-    chosen->quantize_token(x, x_stride, codes, codes_stride, scale, rows, cols, threads);
+    return chosen->norm(source, output, rows, cols, threads);
 }
 
 void bl_fp8_decode(const uint8_t *codes, int64_t codes_stride, float *out, int64_t out_stride,

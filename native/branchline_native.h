@@ -1,52 +1,109 @@
 /* C kernels of branchline.  Plain C, no Python or torch headers; loaded with ctypes.
  *
  * All activations are bfloat16, rows of `cols` contiguous elements, `*_stride` elements apart.
- * Codes are float8_e4m3fn.  Every kernel equals the eager oracle (core/oracle.py) bit for bit, on
- * each instruction set; tests/core/test_native.py compares all 65,536 encodings.
+ * Every kernel equals the eager oracle (core/oracle) bit for bit, on each instruction set.
  *
- * Layers: kernels.h holds the bodies, written once over a small vector vocabulary; scalar.c, avx2.c
- * and avx512.c define that vocabulary and include it; branchline_native.c chooses among the three.
+ * A call is a *source* (what is computed, and from what) and an *output* (what is emitted of it).
+ * core/native.py mirrors the structs and enums below; change both, and BL_ABI_VERSION.
  */
 #ifndef BRANCHLINE_NATIVE_H
 #define BRANCHLINE_NATIVE_H
 
 #include <stdint.h>
 
-#define BL_ABI_VERSION 1
+#define BL_ABI_VERSION 3
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define BL_X86 1
 #endif
 
 enum bl_isa { BL_SCALAR = 0, BL_AVX2 = 1, BL_AVX512 = 2 };
-enum bl_activation { BL_IDENTITY = 0, BL_RELU2 = 1, BL_SILU = 2 };
-enum bl_norm_order { BL_NORM_LLAMA = 0, BL_NORM_GEMMA = 1 };
 
-/* codes = e4m3(clamp(round(act(gate)) [* up, rounded] * inv_scale)); `up` may be NULL. */
-typedef void bl_act_static_fn(int activation, const uint16_t *gate, int64_t gate_stride,
-                              const uint16_t *up, int64_t up_stride, uint8_t *codes,
-                              int64_t codes_stride, int64_t rows, int64_t cols, float inv_scale,
-                              int threads);
+/* BL_TABLE looks the gate's side up: 65,536 bfloat16 values, by the encoding. */
+enum bl_activation_kind { BL_IDENTITY = 0, BL_RELU = 1, BL_RELU2 = 2, BL_SILU = 3, BL_TABLE = 4 };
+enum bl_norm_order { BL_LLAMA = 0, BL_GEMMA = 1, BL_LAYER_NORM = 2, BL_LAYER_NORM_1P = 3 };
+enum bl_epilogue { BL_NO_CODES = 0, BL_STATIC = 1, BL_TOKEN = 2, BL_GROUP = 3, BL_NVFP4 = 4 };
+enum bl_scale_dtype { BL_SCALE_F32 = 0, BL_SCALE_E8M0 = 1, BL_SCALE_E4M3 = 2 };
+enum bl_lora_dtype { BL_LORA_BF16 = 0, BL_LORA_F32 = 1 };
 
-/* RMSNorm, float64 sum of squares.  `codes` or `raw` may be NULL: raw only, codes only, or both. */
-typedef void bl_rms_norm_static_fn(int order, const uint16_t *x, int64_t x_stride,
-                                   const uint16_t *weight, uint8_t *codes, int64_t codes_stride,
-                                   uint16_t *raw, int64_t raw_stride, int64_t rows, int64_t cols,
-                                   float eps, float inv_scale, int threads);
+/* round(act(gate)), or, with `up`, round(round(act(gate)) * up); for BL_TABLE `up` is clamped to
+ * -up_limit and up_limit first. */
+struct bl_activation_source {
+    int64_t kind;
+    const uint16_t *gate;
+    int64_t gate_stride;
+    const uint16_t *up; /* NULL: not gated */
+    int64_t up_stride;
+    const uint16_t *table; /* for BL_TABLE */
+    /* For BL_TABLE and BL_STATIC, not gated: what `table` and `inv_scale` give, as 65,536 codes;
+     * NULL: computed from `table`. */
+    const uint8_t *code_table;
+    double up_limit; /* for BL_TABLE: a bfloat16 value; inf for none */
+};
 
-/* Dynamic per-token: one float32 scale a row. */
-typedef void bl_quantize_token_fn(const uint16_t *x, int64_t x_stride, uint8_t *codes,
-                                  int64_t codes_stride, float *scale, int64_t rows, int64_t cols,
-                                  int threads);
+/* The norm of x, or of round(x + residual), which then is written to `new_residual`. */
+struct bl_norm_source {
+    int64_t order;
+    double eps;
+    const uint16_t *x;
+    int64_t x_stride;
+    const uint16_t *residual; /* NULL: none */
+    int64_t residual_stride;
+    const uint16_t *weight;
+    const uint16_t *bias; /* NULL: none */
+    uint16_t *new_residual;
+    int64_t new_residual_stride;
+};
+
+/* The rows times each request's own A.  Rows belong to `requests` requests in turn, rows /
+ * requests each. */
+struct bl_shrink {
+    const void *a; /* (slots, width, cols) */
+    int64_t a_dtype;
+    int64_t slot_stride, rank_stride; /* elements */
+    const int32_t *ranks;             /* by slot: A's rows that count */
+    const int32_t *slots;             /* by request; -1: none, the row's output is zeros */
+    int64_t width;                    /* columns of `out`; those beyond a rank are zeros */
+    float *out;
+    int64_t out_stride;
+};
+
+struct bl_output {
+    int64_t epilogue;
+    int64_t group;       /* columns of a block, for BL_GROUP and BL_NVFP4 */
+    int64_t ue8m0;       /* scales are powers of two, rounded up */
+    int64_t scale_dtype; /* of `scale` */
+    double inv_scale;    /* for BL_STATIC: 1 / scale, in float32 */
+    double global_scale; /* for BL_NVFP4, in float32 */
+    uint8_t *codes;
+    int64_t codes_stride; /* bytes */
+    int64_t code_rows;    /* rows from `rows` to here are zeros */
+    void *scale;
+    int64_t scale_row_stride, scale_group_stride; /* elements; not for `swizzled` */
+    int64_t scale_rows, scale_groups;             /* what lies beyond rows and groups is zeros */
+    int64_t swizzled;                             /* tiles of 128 rows and 4 groups */
+    uint16_t *raw;                                /* NULL: none */
+    int64_t raw_stride;
+    const int32_t *raw_map; /* by request: see linear/outputs.py; NULL: every row in place */
+    const struct bl_shrink *shrinks;
+    int64_t shrink_count;
+    int64_t requests; /* for `raw_map` and `shrinks`; 1 where neither counts them */
+};
+
+/* 0, or -1: no memory for a scratch buffer, in which case some outputs are not written. */
+typedef int bl_activation_fn(const struct bl_activation_source *source,
+                             const struct bl_output *output, int64_t rows, int64_t cols,
+                             int threads);
+typedef int bl_norm_fn(const struct bl_norm_source *source, const struct bl_output *output,
+                       int64_t rows, int64_t cols, int threads);
 
 /* float32 values of codes, no scale applied. */
 typedef void bl_fp8_decode_fn(const uint8_t *codes, int64_t codes_stride, float *out,
                               int64_t out_stride, int64_t rows, int64_t cols, int threads);
 
 struct bl_kernels {
-    bl_act_static_fn *act_static;
-    bl_rms_norm_static_fn *rms_norm_static;
-    bl_quantize_token_fn *quantize_token;
+    bl_activation_fn *activation;
+    bl_norm_fn *norm;
     bl_fp8_decode_fn *fp8_decode;
 };
 

@@ -1,10 +1,9 @@
-/* Rounding, encoding and activations on one vector: core/oracle.py, operation by operation.
+/* Rounding and encoding of one vector: core/oracle, operation by operation.
  *
  * Included by kernels.h, which says what the including file defines.
  */
 static const float FP8_MAX = 448.0f;
-static const float BF16_MAX = 0x1.fep127f;
-static const float AMAX_FLOOR = 0x1p-40f; /* core/oracle.py: AMAX_FLOOR */
+static const float FP4_MAX = 6.0f;
 
 /* --- bfloat16 --- */
 
@@ -86,50 +85,19 @@ BL_INLINE vf decode_e4m3(vi code)
     return v_from_bits(vi_and_or(vi_shl(code, 24), vi_set((int32_t)0x80000000u), value));
 }
 
-/* --- activations --- */
+/* --- float4_e2m1fn --- */
 
-/* 1 + exp(-x) to one unit in the last place for -89 <= x <= 80, inf up to -88.73: 2**n times a
- * polynomial on [-ln2 / 2, ln2 / 2], ln2 in two parts, of which the first times n is exact.  2**n
- * is applied as 2**(n - 1) and 2, so that n reaches 128; the product with 2 is exact. */
-BL_INLINE vf one_plus_exp_minus(vf x)
+/* Nearest e2m1fn code in the low four bits of each lane (the rest is undefined), as encode_e4m3
+ * does it: codes at x are 2**(e - 1) apart, and the code is e * 2 more.  Saturating; NaN is the
+ * largest positive code. */
+BL_INLINE vi encode_e2m1(vf x)
 {
-    /* Adding it leaves n and the exponent bias of 2**(n - 1) in the low bits. */
-    const vf to_integer = v_set(0x1.8p23f + 126.0f);
-    vf shifted = v_mul_add(x, v_set(-0x1.715476p+0f), to_integer);
-    vf n = v_sub(shifted, to_integer);
-    vf r = v_mul_add(n, v_set(0x1.63p-1f), x);
-    r = v_mul_add(n, v_set(-0x1.bd0106p-13f), r);
-    vf p = v_set(-1.9875691500e-4f);
-    p = v_mul_add(p, r, v_set(1.3981999507e-3f));
-    p = v_mul_add(p, r, v_set(-8.3334519073e-3f));
-    p = v_mul_add(p, r, v_set(4.1665795894e-2f));
-    p = v_mul_add(p, r, v_set(-1.6666665459e-1f));
-    p = v_mul_add(p, r, v_set(5.0000001201e-1f));
-    p = v_mul_add(p, r, v_set(-1.0f));
-    p = v_mul_add(p, r, v_set(1.0f));
-    vf half_power = v_from_bits(vi_shl(v_bits(shifted), 23));
-    return v_mul_add(v_mul(p, half_power), v_set(2.0f), v_set(1.0f));
-}
-
-/* x / (1 + exp(-x)).  Above 80 the exponential no longer shows beside 1; at -89 it is inf, which
- * makes the quotient -0.0 there and NaN at -inf, as torch has it. */
-BL_INLINE vf silu(vf x)
-{
-    vf clamped = v_max(v_set(-89.0f), v_min(v_set(80.0f), x));
-    return v_div(x, one_plus_exp_minus(clamped));
-}
-
-BL_INLINE vf relu2(vf x)
-{
-    vf positive = v_max(v_set(0.0f), x);
-    return v_mul(positive, positive);
-}
-
-BL_INLINE vf activate(int activation, vf x)
-{
-    switch (activation) {
-    case BL_RELU2: return round_bf16(relu2(x));
-    case BL_SILU: return round_bf16(silu(x));
-    default: return x; /* already bfloat16 */
-    }
+    const int32_t correction = (0 * 2 - 127 * 2) & 0x7;
+    vi bits = v_bits(x);
+    vi clamped = vi_min(vi_and(bits, vi_set(0x7FFFFFFF)), v_bits(v_set(FP4_MAX)));
+    vi exponent = vi_max(vi_and(clamped, vi_set(0x7F800000)), v_bits(v_set(1.0f)));
+    vi step = vi_add(exponent, vi_set((22 << 23) + correction));
+    vi rounded = v_bits(v_add(v_from_bits(clamped), v_from_bits(step)));
+    vi code = vi_and(vi_add(rounded, vi_shr(exponent, 22)), vi_set(0x7));
+    return vi_or(code, vi_if_nan(x, vi_set(0), vi_and(vi_shr(bits, 28), vi_set(0x8))));
 }

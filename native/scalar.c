@@ -43,8 +43,13 @@ BL_INLINE void vi_store_halves(void *p, vi x)
     memcpy(p, &half, sizeof half);
 }
 
+BL_INLINE void vi_store_bytes(uint8_t *p, vi x) { *p = (uint8_t)x; }
+BL_INLINE vf v_load(const float *p) { return *p; }
 BL_INLINE void v_store(float *p, vf x) { *p = x; }
 BL_INLINE vi vi_load_bytes(const uint8_t *p) { return *p; }
+BL_INLINE vf v_spread_16(const float *p) { return *p; }
+BL_INLINE vf v_evens(vf a, vf b) { return (void)b, a; }
+BL_INLINE vf v_odds(vf a, vf b) { return (void)a, b; }
 
 BL_INLINE vf v_add(vf a, vf b) { return a + b; }
 BL_INLINE vf v_sub(vf a, vf b) { return a - b; }
@@ -53,7 +58,7 @@ BL_INLINE vf v_div(vf a, vf b) { return a / b; }
 /* Two roundings: fmaf() without the instruction is a slow library call.  exp allows for it. */
 BL_INLINE vf v_mul_add(vf a, vf b, vf c) { return a * b + c; }
 BL_INLINE vf v_from_int(vi x) { return (float)(int32_t)x; }
-BL_INLINE float v_reduce_max(vf x) { return x; }
+BL_INLINE float v_reduce_add(vf x) { return x; }
 
 BL_INLINE vi vi_and(vi a, vi b) { return a & b; }
 BL_INLINE vi vi_or(vi a, vi b) { return a | b; }
@@ -81,8 +86,36 @@ BL_INLINE vi vi_if_nan(vf x, vi then, vi otherwise) { return vi_select(x != x, t
 #define vi_shl(x, n) ((x) << (n))
 #define vi_shr(x, n) ((x) >> (n))
 
+BL_INLINE vi vh_magnitude(vi x)
+{
+    vi low = x & 0x7FFF, high = x >> 16 & 0x7FFF;
+    return vi_select(low > 0x7F80, 0, low) | vi_select(high > 0x7F80, 0, high) << 16;
+}
+
+BL_INLINE vi vh_max(vi a, vi b)
+{
+    return vi_max(a & 0xFFFF, b & 0xFFFF) | vi_max(a >> 16, b >> 16) << 16;
+}
+
+BL_INLINE uint32_t vh_reduce_max(vi x) { return vi_max(x & 0xFFFF, x >> 16); }
+
+BL_INLINE uint32_t max_magnitude_16(const uint16_t *p)
+{
+    vi largest = 0;
+    for (int i = 0; i < 16; i += 2)
+        largest = vh_max(vh_magnitude(vi_load(p + i)), largest);
+    return vh_reduce_max(largest);
+}
+
 BL_INLINE vacc acc_zero(void) { return 0.0; }
+BL_INLINE vacc acc_add(vacc acc, vf x) { return acc + (double)x; }
 BL_INLINE vacc acc_square(vacc acc, vf x) { return acc + (double)(x * x); }
+BL_INLINE vacc acc_difference(vacc acc, vf x, double mean)
+{
+    double difference = (double)x - mean;
+    return acc + difference * difference;
+}
+
 BL_INLINE double acc_sum(vacc acc) { return acc; }
 
 #include "kernels.h"

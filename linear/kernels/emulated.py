@@ -12,6 +12,7 @@ from ...core import native
 from ...core.errors import KernelUnavailableError
 from ...core.quant_key import FP8_DYNAMIC_TOKEN, FP8_STATIC_TENSOR
 from ...core.quantized_activation import QuantizedActivation, as_quantized_activation
+from .. import native as native_calls
 from ..contract import InputContract
 from ..quantizers import quantize_input
 from ..weights import QuantizedWeight
@@ -74,19 +75,6 @@ class EmulatedFp8Linear(LinearKernel):
 
 def decode_fp8(codes: torch.Tensor) -> torch.Tensor:
     """float32 values of e4m3fn codes (rows, K), no scale applied."""
-    library = native.load()
-    if codes.device.type != "cpu" or not library.available or codes.stride(-1) != 1:
+    if not native.load().available or codes.device.type != "cpu" or codes.stride(-1) != 1:
         return codes.float()
-    out = torch.empty(codes.shape, dtype=torch.float32)
-    rows, columns = codes.shape
-    library.call(
-        "bl_fp8_decode",
-        codes.data_ptr(),
-        codes.stride(0),
-        out.data_ptr(),
-        out.stride(0),
-        rows,
-        columns,
-        native.threads(),
-    )
-    return out
+    return native_calls.decode_fp8(codes)

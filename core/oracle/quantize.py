@@ -1,30 +1,13 @@
-"""The oracle: one eager function per step, which every kernel must equal bit for bit.
-
-Numerics (docs/numerics.md has the reasons):
-
-* An activation is computed in float32 from the rounded input and rounded once to the model's
-  dtype, the boundary at which an observer would see it; only then is it quantised.  A gated
-  activation is ``round(round(act(gate)) * up)``, as the eager module does it.
-* RMSNorm squares in float32 (exact for BF16 and FP16, but for over- and underflow, which are the
-  model's own) and sums in float64, where the order does not show after rounding to float32.
-  Every vector width and block size gives the same row.
-* Static: ``cast(clamp(x * (1 / scale), -max, max))``; the reciprocal once in float32.
-* Dynamic: amax in float32 over the row or group, floored at `AMAX_FLOOR`; an infinity counts as
-  the largest finite value of the input's dtype, a NaN as 0.
-* NaN gives the code 0x7F whatever its sign and payload; infinities saturate; -0.0 stays.
-"""
+"""The quantisers by definition, and where their codes and scales lie."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-from .errors import ScaleError
-from .quant_key import TENSOR, QuantKey, ScaleFormat, ScaleLayout
-from .quantized_activation import QuantizedActivation
+from ..errors import ScaleError
+from ..quant_key import QuantKey, ScaleFormat, ScaleLayout
+from ..quantized_activation import QuantizedActivation, RawOutput
 
 FP8_MAX = 448.0
 FP4_MAX = 6.0
@@ -33,117 +16,6 @@ AMAX_FLOOR = 2.0**-40
 _FP8_NAN = 0x7F
 # Midpoints between neighbouring e2m1 magnitudes (0, .5, 1, 1.5, 2, 3, 4, 6).
 _FP4_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-
-
-# --- activations -------------------------------------------------------------------------------
-
-
-def _relu2(x: torch.Tensor) -> torch.Tensor:
-    return F.relu(x).square()
-
-
-def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-#: Unary activations by name, each on float32.  Adding one is one line here.
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "identity": lambda x: x,
-    "relu": F.relu,
-    "relu2": _relu2,
-    "silu": F.silu,
-    "gelu_tanh": _gelu_tanh,
-    "gelu_erf": F.gelu,
-}
-
-
-@dataclass(frozen=True)
-class ActivationSemantics:
-    """What an activation site computes.
-
-    Attributes:
-        activation: a name of `ACTIVATIONS`.
-        gated: multiplied with a second tensor, ``act(gate) * up``.
-    """
-
-    activation: str
-    gated: bool
-
-    def __str__(self) -> str:
-        return f"{self.activation}_mul" if self.gated else self.activation
-
-
-@dataclass(frozen=True)
-class NormSemantics:
-    """What a norm site computes.
-
-    Attributes:
-        order: "llama" (``weight * round(x / rms)``) or "gemma" (``round(x / rms * (1 + weight))``,
-            all in float32).
-        eps: added to the mean of squares.
-    """
-
-    order: str
-    eps: float
-
-    def __str__(self) -> str:
-        return f"rms_norm[{self.order}]"
-
-
-Semantics = ActivationSemantics | NormSemantics
-
-
-def activate(
-    semantics: ActivationSemantics, gate: torch.Tensor, up: torch.Tensor | None = None
-) -> torch.Tensor:
-    """The raw activation at its rounding boundary.
-
-    Args:
-        semantics: which activation.
-        gate: (..., K), float16, bfloat16 or float32.
-        up: (..., K), same dtype, for a gated activation; else None.
-
-    Returns:
-        (..., K) in the dtype of `gate`.
-    """
-    out = ACTIVATIONS[semantics.activation](gate.float()).to(gate.dtype)
-    if not semantics.gated:
-        return out
-    assert up is not None
-    return (out.float() * up.float()).to(gate.dtype)
-
-
-def rms_norm(semantics: NormSemantics, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """RMSNorm at its rounding boundary.
-
-    Args:
-        semantics: rounding order and epsilon.
-        x: (..., K), float16, bfloat16 or float32.
-        weight: (K,), the dtype of `x`.
-
-    Returns:
-        (..., K) in the dtype of `x`.
-    """
-    return scale_rows(semantics, x, inverse_rms(semantics, x), weight)
-
-
-def inverse_rms(semantics: NormSemantics, x: torch.Tensor) -> torch.Tensor:
-    """``1 / sqrt(mean(x ** 2) + eps)`` of each row of (..., K): float32 (..., 1)."""
-    mean = x.float().square().double().sum(-1, keepdim=True).float() / x.shape[-1]
-    return 1.0 / torch.sqrt(mean + semantics.eps)
-
-
-def scale_rows(
-    semantics: NormSemantics, x: torch.Tensor, inverse: torch.Tensor, weight: torch.Tensor
-) -> torch.Tensor:
-    """The second half of a norm: `x` times `inverse` and `weight`, in the order of `semantics`."""
-    normed = x.float() * inverse
-    if semantics.order == "gemma":
-        return (normed * (1.0 + weight.float())).to(x.dtype)
-    return (weight.float() * normed.to(x.dtype).float()).to(x.dtype)
-
-
-# --- quantisers --------------------------------------------------------------------------------
 
 
 def check_static_scale(scale: torch.Tensor | float | None, subject: str) -> torch.Tensor:
@@ -195,9 +67,14 @@ def _round_up_to_power_of_two(scale: torch.Tensor) -> torch.Tensor:
     return torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).to(exponent.dtype))
 
 
-def quantize_token(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """FP8 codes of `x` (..., K) with one float32 scale a row: codes, scale (..., 1)."""
+def quantize_token(x: torch.Tensor, *, ue8m0: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP8 codes of `x` (..., K) with one float32 scale a row: codes, scale (..., 1).
+
+    The scale is a power of two, rounded up, if `ue8m0`.
+    """
     scale = _finite_amax(x) / FP8_MAX
+    if ue8m0:
+        scale = _round_up_to_power_of_two(scale)
     return _cast_fp8(x.float() * scale.reciprocal()), scale
 
 
@@ -276,22 +153,76 @@ def quantize(
 
     Raises:
         ScaleError: a scale the key needs is missing or unusable.
-        NotImplementedError: padded or reordered layouts, which this function does not write.
     """
-    if key.layout != ScaleLayout.ROW_MAJOR or key.row_multiple * key.scale_multiple != 1:
-        raise NotImplementedError(f"the eager quantiser writes plain row-major scales, not {key}")
-    if key.granularity == TENSOR:
+    ue8m0 = key.scale_format == ScaleFormat.UE8M0
+    kind = key.epilogue
+    if kind == "static":
         scale = check_static_scale(static_scale, producer)
         codes = quantize_static(x, scale)
-    elif key.granularity.kind == "token":
-        codes, scale = quantize_token(x)
-    elif key.global_scale:
+    elif kind == "token":
+        codes, scale = quantize_token(x, ue8m0=ue8m0)
+    elif kind == "nvfp4":
         global_scale = check_static_scale(global_scale, producer)
         codes, scale = quantize_nvfp4(x, global_scale)
     else:
-        ue8m0 = key.scale_format == ScaleFormat.UE8M0
         codes, scale = quantize_group(x, key.granularity.size, ue8m0=ue8m0)
-        scale = scale.to(key.scale_dtype)
+    codes, scale = arrange(codes, scale.to(key.scale_dtype), key)
     return QuantizedActivation(
-        codes, scale, x.dtype, x.shape, key, x if raw else None, producer, global_scale
+        codes,
+        scale,
+        x.dtype,
+        x.shape,
+        key,
+        RawOutput(x) if raw else None,
+        producer,
+        global_scale,
     )
+
+
+# --- layouts -------------------------------------------------------------------------------------
+
+
+def arrange(
+    codes: torch.Tensor, scale: torch.Tensor, key: QuantKey
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes (..., K) and row-major scales (..., groups) as `key` lays them out.
+
+    Padding is zero bytes, in codes and scales alike.
+    """
+    shape = (*codes.shape[:-1], codes.shape[-1] * key.codes_per_byte)
+    rows, groups = codes.shape[:-1].numel(), scale.shape[-1]
+    if key.row_multiple > 1:
+        codes = _padded(codes.reshape(rows, codes.shape[-1]), key.code_shape(shape))
+    if key.epilogue == "static" or not key.arranged:
+        return codes, scale
+    if key.layout == ScaleLayout.SWIZZLE_128X4:
+        return codes, _swizzled(scale.reshape(rows, groups), key)
+    if not key.flat:
+        return codes, _padded(scale, (*scale.shape[:-1], key.padded_groups(groups)))
+    wanted = (key.padded_rows(rows), key.padded_groups(groups))
+    scale = _padded(scale.reshape(rows, groups), wanted)
+    if key.layout == ScaleLayout.COLUMN_MAJOR:
+        scale = scale.view(_BITS[scale.element_size()]).t().contiguous().t().view(scale.dtype)
+    return codes, scale
+
+
+_BITS = {1: torch.uint8, 4: torch.int32}
+
+
+def _padded(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    out = torch.zeros(shape, dtype=_BITS[x.element_size()], device=x.device)
+    out[tuple(slice(size) for size in x.shape)] = x.view(out.dtype)
+    return out.view(x.dtype)
+
+
+def _swizzled(scale: torch.Tensor, key: QuantKey) -> torch.Tensor:
+    """(rows, groups) in tiles of 128 rows and 4 groups, 512 neighbours each.
+
+    In a tile, the scale of row r and group g is the element ``(r % 32) * 16 + (r // 32) * 4 + g``:
+    what block-scaled matrix instructions read (NVIDIA cuBLAS, "1D block scaling factors layout").
+    """
+    rows, groups = scale.shape
+    high, wide = key.padded_rows(rows), key.padded_groups(groups)
+    tiles = _padded(scale, (high, wide)).view(_BITS[scale.element_size()])
+    tiles = tiles.view(high // 128, 4, 32, wide // 4, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(high, wide).view(scale.dtype)
