@@ -3,18 +3,22 @@
 from ..core.oracle import ActivationSemantics, NormSemantics, quantize
 from ..core.quantized_activation import QuantizedActivation, as_quantized_activation
 from ..core.route import Route
-from . import producers as _registrations  # noqa: F401  (importing it registers the producers)
+from ..core.selection import Rejection, Verdict
+from . import ops
 from .discover import Discovery, Unsited, discover
 from .functional import maybe_fused_act_quant
-from .producers.base import Producer, ProducerRequest, Verdict
-from .registry import REGISTRY, ProducerRegistry, Rejection, Selection
+from .producers.base import Emission, Produced, Producer, ProducerRequest
+from .registry import REGISTRY, ProducerRegistry, Selection
 from .site import Site, SiteFacts
+from .verify import VerifyReport, verify
 
 __all__ = [
     "REGISTRY",
     "ActivationSemantics",
     "Discovery",
+    "Emission",
     "NormSemantics",
+    "Produced",
     "Producer",
     "ProducerRegistry",
     "ProducerRequest",
@@ -26,8 +30,11 @@ __all__ = [
     "SiteFacts",
     "Unsited",
     "Verdict",
+    "VerifyReport",
     "as_quantized_activation",
     "discover",
     "maybe_fused_act_quant",
+    "ops",
     "quantize",
+    "verify",
 ]

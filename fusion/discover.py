@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ..core.oracle import NormSemantics
+from ..core.oracle import ActivationSemantics, NormSemantics, Semantics
 from ..core.route import Route
 from ..linear.batch import BarePlan, Batch, batch_scope
 from ..linear.hooks import hooks_suspended, unwatch_hooks
 from ..linear.registry import LayerRegistry, SharedInput
 from ..linear.routed import RoutedLinear, RowLayout
 from .identify import PROBE_ERRORS, identify_activation, identify_norm, same_bytes
-from .raw import norm_raw
+from .raw import compute_raw
 from .record import Reading, Recording, masked_readers, record, row_layouts
 from .site import Site, SiteFacts
-from .trace import Cone, Untraceable, find_cones, replace_cones, trace_forward
+from .trace import Cone, Untraceable, find_cones, own_settings, replace_cones, trace_forward
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,11 @@ class _Discoverer:
         proved = [entry for entry in sites if entry[1].facts.semantics is not None]
         if not proved:
             return
-        forward = replace_cones(parent, graph, proved).forward
-        if self._same_output(parent, forward, given):
+        # The definition of an activation may differ from torch's bytes where those depend on an
+        # element's place.  The trace may not: it is compared with cones that compute their own.
+        own = [(cone, _OwnCone(cone, inputs), inputs) for cone, _, inputs in proved]
+        if self._same_output(parent, replace_cones(parent, graph, own).forward, given):
+            forward = replace_cones(parent, graph, proved).forward
             cones_and_sites = [(cone, site) for cone, site, _ in proved]
             self.replacements.append((parent, _TracedForward(parent, forward, cones_and_sites)))
             return
@@ -115,8 +118,6 @@ class _Discoverer:
             except PROBE_ERRORS:
                 return False
             theirs = parent.forward(given.clone())
-        for site in self.sites:
-            site.counters.reset()
         if not isinstance(ours, torch.Tensor) or not isinstance(theirs, torch.Tensor):
             return False
         return ours.shape == theirs.shape and bool(same_bytes(ours, theirs).all())
@@ -124,12 +125,13 @@ class _Discoverer:
     def _activation_site(self, parent: str, cone: Cone) -> tuple[Cone, Site, list[fx.Node]]:
         layer = cone.consumers[0]
         finding, order = identify_activation(
-            cone.function.forward, len(cone.inputs), layer.dtype, layer.device
+            cone.function.forward, len(cone.inputs), layer.dtype, layer.device, cone.numbers
         )
+        semantics = finding.semantics
         facts = SiteFacts(
-            name=f"{parent}.{finding.semantics or cone.root.name}".lstrip("."),
+            name=f"{parent}.{_activation_name(semantics, cone)}".lstrip("."),
             kind="activation",
-            semantics=finding.semantics,
+            semantics=semantics,
             reason=finding.reason,
             columns=layer.in_features,
             dtype=layer.dtype,
@@ -137,7 +139,7 @@ class _Discoverer:
             other_readers=tuple(f"{reader} in {parent}" for reader in cone.other_readers),
         )
         observed = {f"{parent}.{name}": module for name, module in cone.modules.items()}
-        raw = partial(_reordered, cone.function.forward, order)
+        raw = None if semantics is None else partial(compute_raw, semantics)
         site = self.add_site(facts, cone.consumers, raw, observed)
         return cone, site, [cone.inputs[i] for i in order]
 
@@ -189,7 +191,7 @@ class _Discoverer:
             if not isinstance(m, RoutedLinear)
         }
         semantics = facts.semantics
-        raw = partial(norm_raw, semantics) if isinstance(semantics, NormSemantics) else None
+        raw = partial(compute_raw, semantics) if isinstance(semantics, NormSemantics) else None
         site = self.add_site(facts, layers, raw, observed)
         if raw is not None:
             self.replacements.append((module, _NormForward(site, module)))
@@ -215,6 +217,27 @@ class _Discoverer:
                 unwatch_hooks(module)
 
 
+def _activation_name(semantics: Semantics | None, cone: Cone) -> str:
+    if not isinstance(semantics, ActivationSemantics):
+        return cone.root.name
+    if not semantics.custom:
+        return str(semantics)
+    return f"{cone.title}_mul" if semantics.gated else cone.title
+
+
+class _OwnCone(nn.Module):
+    """A cone by the model's own code, called as its site is: with `inputs`, in their order."""
+
+    def __init__(self, cone: Cone, inputs: list[fx.Node]) -> None:
+        super().__init__()
+        # In a tuple, so that the model's modules do not become children of this one.
+        self._function = (cone.function,)
+        self._order = [inputs.index(node) for node in cone.inputs]
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return self._function[0](*(inputs[i] for i in self._order))
+
+
 class _TracedForward:
     """The forward of a module whose cones are computed by sites.
 
@@ -230,6 +253,8 @@ class _TracedForward:
         self._sites = [site for _, site in cones]
         self._children = tuple(module._modules.items())
         self._inside = tuple(inner for cone, _ in cones for inner in cone.modules.values())
+        # The trace has the numbers of the module in it, and the proof those of the others.
+        self._settings = [own_settings(part) for part in (module, *self._inside)]
 
     def __call__(self, x: torch.Tensor) -> Any:
         if not torch.compiler.is_compiling():
@@ -251,43 +276,42 @@ class _TracedForward:
                 return f"{type(inner).__qualname__} was patched after wrapping"
             if inner._forward_hooks or inner._forward_pre_hooks:
                 return f"{type(inner).__qualname__} carries a foreign hook"
+        parts = (self._module, *self._inside)
+        for part, settings in zip(parts, self._settings, strict=True):
+            if own_settings(part) != settings:
+                return f"the settings of {type(part).__qualname__} were changed after wrapping"
         return ""
 
 
 class _NormForward:
     """The forward of a norm whose site decides: (x) to what its linears take.
 
-    If a number that it was proved with has changed since, the norm's own forward runs instead.
+    If what it was proved with has changed since, the norm's own forward runs instead.
     """
 
     def __init__(self, site: Site, module: nn.Module) -> None:
         self._site = site
         self._module = module
-        self._numbers = _numbers(module)
+        self._settings = _norm_settings(module)
+        self._vectors = tuple(self._settings[1])
 
     def __call__(self, x: torch.Tensor) -> Any:
-        if not torch.compiler.is_compiling() and _numbers(self._module) != self._numbers:
+        if not torch.compiler.is_compiling() and _norm_settings(self._module) != self._settings:
             self._site.counters.fall_back("its settings were changed after wrapping")
             self._site.counters.count(Route.UNFUSED)
             return type(self._module).forward(self._module, x)
-        return self._site(x, self._module.weight)
+        return self._site(x, *(getattr(self._module, name) for name in self._vectors))
 
 
-def _numbers(module: nn.Module) -> dict[str, float]:
-    return {name: value for name, value in vars(module).items() if isinstance(value, float)}
+def _norm_settings(module: nn.Module) -> tuple[dict[str, float], list[str]]:
+    """Its numbers, and which of (weight, bias) it has, in the order of a site's inputs."""
+    return own_settings(module), [
+        n for n in ("weight", "bias") if getattr(module, n, None) is not None
+    ]
 
 
 def _has_own_weight(module: nn.Module) -> bool:
     return not isinstance(module, RoutedLinear) and next(module.parameters(), None) is not None
-
-
-def _reordered(
-    function: Callable[..., torch.Tensor], order: tuple[int, ...], *inputs: torch.Tensor
-) -> torch.Tensor:
-    arguments: list[Any] = [None] * len(inputs)
-    for position, value in zip(order, inputs, strict=True):
-        arguments[position] = value
-    return function(*arguments)
 
 
 def discover(

@@ -10,17 +10,19 @@ import torch
 from torch import nn
 
 from ..core.errors import ContractError
-from ..core.oracle import ActivationSemantics, Semantics
+from ..core.oracle import Semantics
 from ..core.platform import detect_platform
 from ..core.quantized_activation import QuantizedActivation
 from ..core.route import Route
 from ..linear.hooks import hook_names
 from ..linear.routed import RoutedLinear
-from .identify import Finding, identify_activation
+from .identify import identify_activation
 from .producers.base import Emission, ProducerRequest
+from .raw import compute_raw
 from .registry import REGISTRY
+from .trace import holds_tensors, settings
 
-_findings: weakref.WeakKeyDictionary[Any, dict[tuple[torch.dtype, str], Finding]] = (
+_proofs: weakref.WeakKeyDictionary[Any, dict[tuple[object, ...], Semantics | None]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -32,11 +34,12 @@ def maybe_fused_act_quant(
 ) -> torch.Tensor | QuantizedActivation:
     """``act_fn(x)``, or ``act_fn(gate) * up``, for `linear`; quantised in one step where right.
 
-    It is right where the linear takes static FP8 codes, the model was not wrapped by policy
-    "static" with room for adapters, nothing in the batch in flight reads the
-    raw activation (I2), `act_fn` is proved equal to a known activation (I4; the proof is kept with
-    the object), and a producer accepts the tensors.  Everywhere else the raw activation comes
-    back, computed by `act_fn` itself; the linear gives the same bytes for either.
+    It is right where the linear takes FP8 codes, the model was not wrapped by policy "static" with
+    room for adapters, nothing in the batch in flight reads the raw activation (I2), `act_fn` is
+    proved to be an activation (I4; the proof is kept with the object), and a producer accepts the
+    tensors.  Everywhere else the raw activation comes back: by the same definition where there is
+    a proof, so that the linear gives the same bytes for either; otherwise, and where hooks sit on
+    `act_fn`, or it has weights, or the linear takes no codes, by `act_fn` itself.
 
     Args:
         act_fn: a unary activation, as a module or function.
@@ -51,27 +54,21 @@ def maybe_fused_act_quant(
         raise ContractError(
             "maybe_fused_act_quant", f"was handed {len(inputs)} tensors", "pass x, or (gate, up)"
         )
-    codes = _codes(act_fn, inputs, linear)
-    if codes is not None:
-        return codes
+    semantics = _semantics(act_fn, inputs, linear)
+    if semantics is not None:
+        codes = _codes(semantics, inputs, linear)
+        return compute_raw(semantics, *inputs) if codes is None else codes
     out = act_fn(inputs[0])
     return out * inputs[1] if len(inputs) == 2 else out
 
 
 def _codes(
-    act_fn: Callable[[torch.Tensor], torch.Tensor],
-    inputs: tuple[torch.Tensor, ...],
-    linear: RoutedLinear,
+    semantics: Semantics, inputs: tuple[torch.Tensor, ...], linear: RoutedLinear
 ) -> QuantizedActivation | None:
     contract, rules = linear.kernel.contract, linear.rules
-    if contract.key is None or contract.scale is None or linear.reads_raw():
+    if contract.key is None or linear.reads_raw():
         return None
     if rules.never_fused and linear.takes_branches:
-        return None
-    if isinstance(act_fn, nn.Module) and hook_names(act_fn):
-        return None
-    semantics = _semantics(act_fn, inputs)
-    if semantics is None:
         return None
     request = ProducerRequest(
         semantics,
@@ -82,21 +79,41 @@ def _codes(
         detect_platform(inputs[0].device),
     )
     producer = REGISTRY.select(request, rules.producer).producer
-    if producer is None or not producer.accepts(inputs).ok:
+    emission = Emission(contract, site=linear.name)
+    if producer is None or not producer.accepts(semantics, inputs, emission).ok:
         return None
-    return producer.produce(semantics, inputs, Emission(contract, site=linear.name))
+    return producer.produce(semantics, inputs, emission).activation
 
 
 def _semantics(
-    act_fn: Callable[[torch.Tensor], torch.Tensor], inputs: tuple[torch.Tensor, ...]
+    act_fn: Callable[[torch.Tensor], torch.Tensor],
+    inputs: tuple[torch.Tensor, ...],
+    linear: RoutedLinear,
 ) -> Semantics | None:
-    gated, dtype = len(inputs) == 2, inputs[0].dtype
-    proofs = _findings.setdefault(act_fn, {})
-    # A proof holds for the settings it was made with: limits may be changed on the object.
-    proof = (dtype, repr(sorted(getattr(act_fn, "__dict__", {}).items(), key=str)))
-    if proof not in proofs:
-        proofs[proof] = identify_activation(act_fn, 1, dtype, inputs[0].device)[0]
-    unary = proofs[proof].semantics
-    if not isinstance(unary, ActivationSemantics):
+    """What the step computes, as proved; None where only `act_fn` itself can say."""
+    gate = inputs[0]
+    if linear.kernel.contract.key is None:
         return None
-    return ActivationSemantics(unary.activation, gated)
+    if isinstance(act_fn, nn.Module) and (hook_names(act_fn) or holds_tensors(act_fn)):
+        return None
+    if any((other.shape, other.dtype) != (gate.shape, gate.dtype) for other in inputs):
+        return None
+    proofs = _proofs.setdefault(act_fn, {})
+    # A proof holds for the settings it was made with: limits may be changed on the object.
+    held = repr(sorted(getattr(act_fn, "__dict__", {}).items(), key=str))
+    proof = (len(inputs), gate.dtype, gate.device, held)
+    if proof not in proofs:
+        proofs[proof] = _prove(act_fn, len(inputs), gate)
+    return proofs[proof]
+
+
+def _prove(
+    act_fn: Callable[[torch.Tensor], torch.Tensor], arity: int, gate: torch.Tensor
+) -> Semantics | None:
+    def step(gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
+        out = act_fn(gate)
+        return out if up is None else out * up
+
+    numbers = settings([act_fn]) if isinstance(act_fn, nn.Module) else ()
+    finding, order = identify_activation(step, arity, gate.dtype, gate.device, numbers)
+    return finding.semantics if order == tuple(range(arity)) else None

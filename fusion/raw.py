@@ -1,46 +1,37 @@
-"""The raw output of a norm, in the same summation order as its fused producers."""
+"""The raw output of a site, by the definition that its fused producers follow."""
 
 from __future__ import annotations
 
 import torch
 
-from ..core import native
-from ..core.oracle import NormSemantics, rms_norm
+from ..core.oracle import ActivationSemantics, Semantics
+from ..linear import native
+from ..linear.contract import InputContract
+from ..linear.outputs import RawRequest, new_outputs
+from .producers.eager import eager_raw
+from .producers.kernel import check_inputs
 
-_ORDERS = {"llama": 0, "gemma": 1}
+_NO_KEY = InputContract(None)
 
 
-def norm_raw(semantics: NormSemantics, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """RMSNorm of `x` (..., K) with `weight` (K,): the oracle's bytes, by the fastest means.
+def compute_raw(semantics: Semantics, *inputs: torch.Tensor) -> torch.Tensor:
+    """The oracle's bytes for one site, (..., K), by the fastest means.
 
-    A site computes its norm by this function in the unfused route, not by the model's own module:
-    the sum of squares has then one definition in every route, and all routes give the same bytes.
+    A site computes its raw activation by this function in the unfused route, not by the model's
+    own module: sums of squares, and activations whose bytes torch makes depend on where in memory
+    an element lies, have then one definition in every route, and all routes give the same bytes.
+
+    Args:
+        semantics: what the site computes; without a residual.
+        *inputs: as for `Producer.produce`.
     """
-    runs = (
-        x.dtype == weight.dtype == torch.bfloat16
-        and x.device.type == "cpu"
-        and weight.is_contiguous()
-        and native.load().available
-    )
+    runs = native.computes(inputs[0]) and check_inputs("", semantics, inputs).ok
     if not runs:
-        return rms_norm(semantics, x, weight)
-    rows = x.reshape(-1, x.shape[-1])
-    if rows.stride(-1) != 1:
-        rows = rows.contiguous()
-    out = torch.empty(rows.shape, dtype=x.dtype)
-    native.load().call(
-        "bl_rms_norm_static",
-        _ORDERS[semantics.order],
-        rows.data_ptr(),
-        rows.stride(0),
-        weight.data_ptr(),
-        None,
-        0,
-        out.data_ptr(),
-        out.stride(0),
-        *rows.shape,
-        semantics.eps,
-        1.0,
-        native.threads(),
-    )
-    return out.view(x.shape)
+        return eager_raw(semantics, inputs).out
+    outputs = new_outputs(inputs[0], _NO_KEY, str(semantics), raw=RawRequest())
+    assert outputs.raw is not None
+    if isinstance(semantics, ActivationSemantics):
+        native.activation(semantics, inputs, outputs)
+    else:
+        native.norm(semantics, inputs, outputs)
+    return outputs.raw.values

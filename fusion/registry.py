@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..core.errors import KernelUnavailableError, RegistryError
 from ..core.quant_key import QuantKey
 from ..core.route import Route
+from ..core.selection import Rejection
+from .producers import ENTRIES, FAMILIES
 from .producers.base import Producer, ProducerRequest
 
 EntryKey = tuple[str, QuantKey, Route]
-
-
-@dataclass(frozen=True)
-class Rejection:
-    """A candidate that was not chosen, and why."""
-
-    name: str
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -37,27 +30,37 @@ class Selection:
 
 
 class ProducerRegistry:
-    """Ordered candidates by (semantics, quant key, route)."""
+    """Ordered candidates by (family of semantics, plain key, route).
+
+    Parameters of the semantics (an epsilon, a limit) and of the key (layout, padding) are no part
+    of an entry's name: they are in the request that a candidate's predicate answers.
+    """
 
     def __init__(self) -> None:
         self._entries: dict[EntryKey, list[Producer]] = {}
 
-    def register(self, semantics: str, key: QuantKey, route: Route, producer: Producer) -> None:
+    def register(self, family: str, key: QuantKey, route: Route, producer: Producer) -> None:
         """Add the last-choice candidate of an entry.
 
         Args:
-            semantics: ``str(semantics)`` of the sites it serves, such as "silu_mul".
-            key: the key whose codes it emits.
+            family: `family` of the semantics it serves, such as "silu_mul".
+            key: the plain key whose codes it emits.
             route: what it emits beside them.
             producer: the implementation.
 
         Raises:
-            RegistryError: no predicate, or the name is registered twice.
+            RegistryError: no predicate, a key with a layout, or a name that is registered twice.
         """
-        subject = f"producer {getattr(producer, 'name', producer)!r} for {semantics} -> {key}"
+        subject = f"producer {getattr(producer, 'name', producer)!r} for {family} -> {key}"
         if not isinstance(producer, Producer):
             raise RegistryError(subject, "has no predicate", "subclass branchline.fusion.Producer")
-        candidates = self._entries.setdefault((semantics, key, route), [])
+        if key.arranged:
+            raise RegistryError(
+                subject,
+                "names a layout, which a predicate decides about",
+                f"register it for {key.plain()}",
+            )
+        candidates = self._entries.setdefault((family, key, route), [])
         if any(candidate.name == producer.name for candidate in candidates):
             raise RegistryError(subject, "is registered already", "choose another name")
         candidates.append(producer)
@@ -65,6 +68,22 @@ class ProducerRegistry:
     def entries(self) -> dict[EntryKey, tuple[Producer, ...]]:
         """Everything registered, in order of preference."""
         return {key: tuple(candidates) for key, candidates in self._entries.items()}
+
+    def candidates(self, family: str, key: QuantKey, route: Route) -> tuple[Producer, ...]:
+        """Who may serve an entry, in order of preference.
+
+        Raises:
+            RegistryError: nobody is registered for it.
+        """
+        found = self._entries.get((family, key.plain(), route))
+        if not found:
+            families = dict.fromkeys(name for name, _, _ in tuple(self._entries))
+            raise RegistryError(
+                f"{route} producer for {family} -> {key}",
+                "is not registered",
+                f"register one; served are {', '.join(families) or 'no semantics at all'}",
+            )
+        return tuple(found)
 
     def select(self, request: ProducerRequest, force: str | None = None) -> Selection:
         """The first candidate whose predicate accepts, with the trace of those before it.
@@ -76,7 +95,8 @@ class ProducerRegistry:
         Raises:
             KernelUnavailableError: `force` names a candidate that is unknown or cannot run (I14).
         """
-        candidates = self._entries.get((str(request.semantics), request.key, request.route), [])
+        entry = (request.semantics.family, request.key.plain(), request.route)
+        candidates = self._entries.get(entry, [])
         rejected: list[Rejection] = []
         for producer in candidates:
             if force and producer.name != force:
@@ -87,7 +107,7 @@ class ProducerRegistry:
                 return Selection(producer, tuple(rejected))
             rejected.append(Rejection(producer.name, verdict.reason))
         what = f"no {request.route} producer for {request.semantics} -> {request.key}"
-        known = {p.name for entry in self._entries.values() for p in entry}
+        known = {p.name for entry in tuple(self._entries.values()) for p in entry}
         if force and (candidates or force not in known):
             why = "; ".join(f"{r.name}: {r.reason}" for r in rejected) or f"{what} is registered"
             raise KernelUnavailableError(f"producer {force!r}", why, "drop the forced choice")
@@ -95,16 +115,13 @@ class ProducerRegistry:
         return Selection(None, tuple(rejected), reason)
 
 
-REGISTRY = ProducerRegistry()
+def _default() -> ProducerRegistry:
+    registry = ProducerRegistry()
+    made = {cls: cls() for classes in FAMILIES.values() for cls in classes}
+    for family, key, route in ENTRIES:
+        for cls in FAMILIES[family]:
+            registry.register(family, key, route, made[cls])
+    return registry
 
 
-def producer(
-    semantics: str, key: QuantKey, route: Route = Route.FUSED
-) -> Callable[[type[Producer]], type[Producer]]:
-    """Class decorator: register one instance of a producer in the default registry."""
-
-    def register(cls: type[Producer]) -> type[Producer]:
-        REGISTRY.register(semantics, key, route, cls())
-        return cls
-
-    return register
+REGISTRY = _default()

@@ -11,18 +11,21 @@ from typing import Protocol, cast
 import torch
 from torch import nn
 
+from ..core.errors import ContractError
 from ..core.oracle import Semantics
 from ..core.quant_key import QuantKey
 from ..core.quantized_activation import QuantizedActivation
 from ..core.route import Route
 from ..linear import ops
-from ..linear.batch import BatchPlan
+from ..linear.batch import Batch, BatchPlan
 from ..linear.contract import InputContract
 from ..linear.hooks import hook_names
+from ..linear.outputs import RawRequest
 from ..linear.registry import LayerRegistry, RawReader
 from ..linear.routed import RoutedLinear
 from .producers.base import Emission, Producer
 from .producers.eager import EAGER
+from .traced import received, traced_site
 
 
 @dataclass(frozen=True)
@@ -160,56 +163,75 @@ class Site(nn.Module):
     def forward(
         self, *inputs: torch.Tensor
     ) -> torch.Tensor | QuantizedActivation | ops.TracedActivation:
-        """The raw activation or the codes, as this batch's plan says."""
+        """The raw activation, or what a producer emits, as this batch's plan says."""
         if torch.compiler.is_compiling():
-            return self._traced(inputs)
-        plan = cast(ProducerPlan, self._registry.current_batch().plan)
+            return traced_site(self, inputs)
+        batch = self._registry.current_batch()
+        plan = cast(ProducerPlan, batch.plan)
         if plan.routes[self.index] == Route.UNFUSED:
             self.counters.count(Route.UNFUSED)
             return self.compute_raw(*inputs)
-        return self.produce(plan, inputs)
+        return self.produce(batch, inputs)
 
-    def produce(self, plan: ProducerPlan, inputs: tuple[torch.Tensor, ...]) -> QuantizedActivation:
+    def produce(self, batch: Batch, inputs: tuple[torch.Tensor, ...]) -> QuantizedActivation:
         """By the planned producer or, where it refuses these tensors, by the oracle."""
-        producer, route = plan.producers[self.index], plan.routes[self.index]
+        plan = cast(ProducerPlan, batch.plan)
+        producer, semantics = plan.producers[self.index], self.facts.semantics
         assert producer is not None
-        assert self.facts.semantics is not None
-        verdict = producer.accepts(inputs)
+        assert semantics is not None
+        emission = self.emission(batch)
+        if emission.raw is not None or emission.shrinks:
+            for layer in self.layers:
+                layer.refuse_misfit(inputs[0].shape, batch)
+        verdict = producer.accepts(semantics, inputs, emission)
         if not verdict.ok:
             self.counters.fall_back(f"{producer.name}: {verdict.reason}")
             producer = EAGER
-        emission = Emission(self.contract, Route(route), self.facts.name)
-        out = producer.produce(self.facts.semantics, inputs, emission)
-        self.counters.count(Route(route))
+            if not EAGER.accepts(semantics, inputs, emission).ok:
+                raise ContractError(
+                    f"site {self.facts.name}",
+                    f"computes {semantics} of tensors it was not proved for: {verdict.reason}",
+                    "keep the dtypes that the model was wrapped with",
+                )
+        out = producer.produce(semantics, inputs, emission).activation
+        self.counters.count(emission.route)
         return out
 
-    def _traced(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor | ops.TracedActivation:
-        if self.contract.scale is None:
-            return _site_raw_op(list(inputs), self.handle)
-        raw, codes = _site_op(list(inputs), self.handle)
-        return ops.TracedActivation(raw, codes, self.index)
+    def emission(self, batch: Batch) -> Emission:
+        """What this site emits in `batch`; the same object for all of its forwards."""
+        found = batch.memo.get(self.index)
+        # A kernel may be replaced while a batch runs.
+        if found is None or found.contract is not self.contract:
+            found = batch.memo[self.index] = self._emission(batch)
+        return found
 
+    def _emission(self, batch: Batch) -> Emission:
+        plan = batch.plan
+        route = Route(plan.routes[self.index])
+        # Whoever takes other routes reads no raw row, or could not be served by these.
+        if route not in (Route.DUAL, Route.ABSORBED):
+            return Emission(self.contract, route, self.facts.name)
+        assert batch.slots is not None
+        slots = batch.slots
+        branched = [layer for layer in self.layers if plan.branched[layer.index]]
+        branches = [(layer, layer.branch) for layer in branched if layer.branch is not None]
+        if route == Route.DUAL:
+            wanted = torch.stack([slots[layer.index] >= 0 for layer in branched]).any(0)
+            raw = RawRequest(wanted, compact=all(branch.compact_raw for _, branch in branches))
+            return Emission(self.contract, route, self.facts.name, raw)
+        shrinks = tuple(
+            branch.shrink_request(slots[layer.index], plan.shrink_ranks[layer.index])
+            for layer, branch in branches
+        )
+        return Emission(self.contract, route, self.facts.name, shrinks=shrinks)
 
-@torch.library.custom_op("branchline::site", mutates_args=())
-def _site_op(inputs: list[torch.Tensor], handle: int) -> tuple[torch.Tensor, torch.Tensor]:
-    out = ops.resolve(handle)(*inputs)
-    if isinstance(out, QuantizedActivation):
-        unwritten = torch.empty(out.orig_shape, dtype=out.orig_dtype, device=out.device)
-        return (unwritten if out.raw is None else out.raw), out.codes
-    return out, torch.empty(out.shape, dtype=torch.float8_e4m3fn, device=out.device)
+    def received(
+        self, traced: ops.TracedActivation, layer: RoutedLinear
+    ) -> torch.Tensor | QuantizedActivation:
+        """What `layer` takes of this site's outputs in a compiled graph."""
+        return received(traced, self, layer, self._registry.current_batch())
 
-
-@_site_op.register_fake
-def _(inputs: list[torch.Tensor], handle: int) -> tuple[torch.Tensor, torch.Tensor]:
-    x = inputs[0]
-    return torch.empty_like(x), torch.empty_like(x, dtype=torch.float8_e4m3fn)
-
-
-@torch.library.custom_op("branchline::site_raw", mutates_args=())
-def _site_raw_op(inputs: list[torch.Tensor], handle: int) -> torch.Tensor:
-    return ops.resolve(handle)(*inputs).clone()
-
-
-@_site_raw_op.register_fake
-def _(inputs: list[torch.Tensor], handle: int) -> torch.Tensor:
-    return torch.empty_like(inputs[0])
+    @property
+    def shrink_width(self) -> int:
+        """Columns that a compiled graph keeps for the shrunk rows of each consumer."""
+        return self._registry.rules.shrink_width

@@ -8,13 +8,15 @@ the cone, is run on probes to find out which activation it is.
 from __future__ import annotations
 
 import inspect
+import itertools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.node import map_aggregate
 from torch.fx.proxy import TraceError
 
 from ..linear.routed import RoutedLinear
@@ -52,6 +54,8 @@ class Cone:
         inputs: the nodes it is computed from, in the order of `function`'s arguments.
         modules: modules that the cone calls, by their name in the traced module.
         other_readers: users of the root besides the linears.
+        numbers: what its code has in it: constants of the graph, settings of its modules.
+        title: what to call it where no known name does: its last module, or its root.
     """
 
     consumers: tuple[RoutedLinear, ...]
@@ -61,6 +65,8 @@ class Cone:
     inputs: tuple[fx.Node, ...]
     modules: Mapping[str, nn.Module]
     other_readers: tuple[str, ...]
+    numbers: tuple[float, ...]
+    title: str
 
 
 @dataclass(frozen=True)
@@ -192,7 +198,50 @@ def _cone(
         tuple(inputs),
         modules,
         tuple(f"{user.op} {user.target}" for user in others),
+        (*_constants(inside), *settings(modules.values())),
+        _title(root, modules),
     )
+
+
+def _constants(nodes: Iterable[fx.Node]) -> list[float]:
+    """Every number among the arguments of `nodes`, those in lists and slices included."""
+    found: list[float] = []
+
+    def keep(argument: Any) -> Any:
+        if _is_number(argument):
+            found.append(float(argument))
+        return argument
+
+    for node in nodes:
+        map_aggregate((node.args, node.kwargs), keep)
+    return found
+
+
+def holds_tensors(module: nn.Module) -> bool:
+    """Whether it has weights or buffers, which a proof would not follow when they change."""
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    return next(tensors, None) is not None
+
+
+def settings(modules: Iterable[nn.Module]) -> list[float]:
+    """The numbers that `modules`, and modules in them, have as attributes."""
+    inner = (inner for module in modules for inner in module.modules())
+    return [float(value) for module in inner for value in own_settings(module).values()]
+
+
+def own_settings(module: nn.Module) -> dict[str, float]:
+    """The numbers that `module` itself has as attributes."""
+    return {name: value for name, value in vars(module).items() if _is_number(value)}
+
+
+def _is_number(value: object) -> bool:
+    # A float holds no larger integers.
+    return isinstance(value, float) or (type(value) is int and abs(value) < 2**64)
+
+
+def _title(root: fx.Node, modules: Mapping[str, nn.Module]) -> str:
+    makers = [name for name, m in modules.items() if not isinstance(m, nn.Dropout | nn.Identity)]
+    return makers[-1] if makers else root.name
 
 
 def _is_boundary(module: nn.Module, node: fx.Node) -> bool:
@@ -201,7 +250,7 @@ def _is_boundary(module: nn.Module, node: fx.Node) -> bool:
     if node.op == "call_module":
         child = module.get_submodule(str(node.target))
         holds_linears = any(isinstance(inner, RoutedLinear) for inner in child.modules())
-        return holds_linears or next(child.parameters(), None) is not None
+        return holds_linears or holds_tensors(child)
     if node.op == "call_method":
         return node.target in _SPLIT_METHODS
     return node.target in _SPLITS

@@ -2,61 +2,92 @@
 
 Every operation is an IEEE one, rounded to nearest: ``div_rn`` and ``sqrt_rn`` where Triton would
 otherwise emit approximations, explicit `tl.fma` where a fused product is meant, and kernels are
-launched with contraction off (`launch_options`).
+launched with contraction off (`plan.OPTIONS`).
 
 Triton's interpreter does not round casts as the hardware does: it cuts float32 to bfloat16 off,
-loses carries and ties on the way to float8, and misreads bfloat16 subnormals.  There, and only
-there, the same casts are done on the bits.
+loses carries and ties on the way to float8, and misreads bfloat16 subnormals; inline assembly it
+does not run at all.  There, and only there, the same casts are done on the bits.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
 from triton import knobs
 
-_MAX_BLOCK = 2048
-_ELEMENTS_PER_WARP = 256  # 8 bfloat16, one 128-bit load, for each of 32 threads
-_INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
-_FP8_MAX = tl.constexpr(448.0)
+from ...core.oracle import AMAX_FLOOR, FP4_MAX, FP8_MAX
+
+if TYPE_CHECKING:
+    # Within a kernel a constant is what was passed, not the box that it came in.
+    constexpr = Any
+else:
+    constexpr = tl.constexpr
+
+INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
+_FP8_MAX = tl.constexpr(FP8_MAX)
+_FP4_MAX = tl.constexpr(FP4_MAX)
+_AMAX_FLOOR = tl.constexpr(AMAX_FLOOR)
+_BF16_MAX = tl.constexpr(3.3895313892515355e38)
+#: Two float32 become a byte: four bytes at a time, for registers have 32 bits.
+_E2M1X2: Any = tl.constexpr("""{
+.reg .b8 a, b, c, d;
+cvt.rn.satfinite.e2m1x2.f32 a, $5, $1;
+cvt.rn.satfinite.e2m1x2.f32 b, $6, $2;
+cvt.rn.satfinite.e2m1x2.f32 c, $7, $3;
+cvt.rn.satfinite.e2m1x2.f32 d, $8, $4;
+mov.b32 $0, {a, b, c, d};
+}""")
 
 
-def launch_options(columns: int) -> dict[str, Any]:
-    """BLOCK, the columns that one program handles at a time, and the options of its launch."""
-    block = min(triton.next_power_of_2(columns), _MAX_BLOCK)
-    warps = max(1, min(4, block // _ELEMENTS_PER_WARP))
-    # Contracting a product and a sum into one rounding would change bytes.
-    return {"BLOCK": block, "num_warps": warps, "enable_fp_fusion": False}
+# --- bfloat16 ------------------------------------------------------------------------------------
+
+
+@triton.jit
+def load_encodings(pointers, mask):
+    """The bfloat16 values at `pointers` as unsigned integers; 0 where masked."""
+    value = tl.load(pointers, mask=mask, other=0.0)
+    return value.to(tl.uint16, bitcast=True).to(tl.uint32)
 
 
 @triton.jit
 def load_bf16(pointers, mask):
     """The bfloat16 values at `pointers` as float32; 0 where masked."""
-    value = tl.load(pointers, mask=mask, other=0.0)
-    if _INTERPRETED:
-        bits = value.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
-        wide = bits.to(tl.float32, bitcast=True)
+    if INTERPRETED:
+        wide = (load_encodings(pointers, mask) << 16).to(tl.float32, bitcast=True)
     else:
-        wide = value.to(tl.float32)
+        wide = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     return wide
 
 
 @triton.jit
 def round_bf16(x):
     """The nearest bfloat16, as float32."""
-    if _INTERPRETED:
+    if INTERPRETED:
         bits = x.to(tl.uint32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-        rounded = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+        rounded = tl.where(x == x, bits, 0x7FC00000).to(tl.uint32).to(tl.float32, bitcast=True)
     else:
         rounded = x.to(tl.bfloat16).to(tl.float32)
     return rounded
 
 
 @triton.jit
-def _encode_on_bits(x):
+def narrow_bf16(x):
+    """What `round_bf16` returned, as bfloat16."""
+    if INTERPRETED:
+        narrow = (x.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        narrow = x.to(tl.bfloat16)
+    return narrow
+
+
+# --- codes ---------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _e4m3_on_bits(x):
     # As encode_e4m3 in native/numerics.h, which explains it.
     bits = x.to(tl.uint32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
@@ -64,24 +95,98 @@ def _encode_on_bits(x):
     step = (exponent + ((20 << 23) + 56)).to(tl.float32, bitcast=True)
     rounded = (magnitude.to(tl.float32, bitcast=True) + step).to(tl.uint32, bitcast=True)
     code = ((rounded + (exponent >> 20)) & 0x7F) | ((bits >> 24) & 0x80)
-    return tl.where(x == x, code, 0x7F).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    return tl.where(x == x, code, 0x7F).to(tl.uint8)
 
 
 @triton.jit
-def store_e4m3(pointers, x, scale, mask):
-    """Quantise float32 values with the per-tensor `scale` (a pointer) and store their codes.
+def encode_e4m3(x):
+    """The nearest float8_e4m3fn codes of float32 values, as bytes; saturating.
 
-    The hardware's conversion rounds to nearest even, subnormals included, and gives 0x7F for NaN.
-    The clamp keeps NaN.
+    The hardware's conversion rounds to nearest even, subnormals included, and gives 0x7F for NaN,
+    which the clamp keeps.
     """
-    inv_scale = tl.div_rn(1.0, tl.load(scale))
-    scaled = x * inv_scale
-    scaled = tl.clamp(scaled, -_FP8_MAX, _FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
-    if _INTERPRETED:
-        codes = _encode_on_bits(scaled)
+    x = tl.clamp(x, -_FP8_MAX, _FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
+    if INTERPRETED:
+        codes = _e4m3_on_bits(x)
     else:
-        codes = scaled.to(tl.float8e4nv)
-    tl.store(pointers, codes, mask=mask)
+        codes = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    return codes
+
+
+@triton.jit
+def _e2m1_on_bits(x):
+    # As the oracle's _cast_fp4: ties go to the even code.
+    magnitude = tl.where(x == x, tl.abs(x), _FP4_MAX)
+    code = (magnitude > 0.25).to(tl.uint32) + (magnitude >= 0.75).to(tl.uint32)
+    code += (magnitude > 1.25).to(tl.uint32) + (magnitude >= 1.75).to(tl.uint32)
+    code += (magnitude > 2.5).to(tl.uint32) + (magnitude >= 3.5).to(tl.uint32)
+    code += (magnitude > 5.0).to(tl.uint32)
+    sign = tl.where(x == x, x.to(tl.uint32, bitcast=True) >> 31, 0)
+    return code | (sign << 3)
+
+
+@triton.jit
+def encode_e2m1_pairs(low, high):
+    """The nearest e2m1 codes of float32 values, two in each byte; saturating, NaN is +6."""
+    if INTERPRETED:
+        codes = (_e2m1_on_bits(low) | (_e2m1_on_bits(high) << 4)).to(tl.uint8)
+    else:
+        codes = tl.inline_asm_elementwise(
+            _E2M1X2, "=r,r,r,r,r,r,r,r,r", [low, high], dtype=tl.uint8, is_pure=True, pack=4
+        )
+    return codes
+
+
+# --- scales --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def amax(x, AXIS: constexpr):
+    """The largest magnitude: a NaN counts as 0, an infinity as the largest bfloat16; floored."""
+    magnitude = tl.where(x == x, tl.minimum(tl.abs(x), _BF16_MAX), 0.0)
+    return tl.maximum(tl.max(magnitude, axis=AXIS), _AMAX_FLOOR)
+
+
+@triton.jit
+def fp8_scale(largest, UE8M0: constexpr):
+    """The scale of values up to `largest`, a power of two, rounded up, if UE8M0."""
+    scale = tl.div_rn(largest, _FP8_MAX)
+    if UE8M0:
+        # Carries into the exponent unless the mantissa is 0; no scale is subnormal.
+        bits = (scale.to(tl.uint32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+        scale = bits.to(tl.float32, bitcast=True)
+    return scale
+
+
+@triton.jit
+def nvfp4_scale(largest, global_scale):
+    """The block scale of values up to `largest`: an e4m3 value, as float32."""
+    ideal = tl.div_rn(tl.div_rn(largest, _FP4_MAX), global_scale)
+    ideal = tl.minimum(tl.maximum(ideal, 0.001953125), _FP8_MAX)
+    # Codes there are as far apart as the last place of `step`: adding it rounds, exactly.
+    exponent = tl.maximum(ideal.to(tl.uint32, bitcast=True) & 0x7F800000, (127 - 6) << 23)
+    step = (exponent + (20 << 23)).to(tl.float32, bitcast=True)
+    return (ideal + step) - step
+
+
+@triton.jit
+def reciprocal(x):
+    """``1 / x``, rounded once."""
+    return tl.div_rn(1.0, x)
+
+
+# --- activations ---------------------------------------------------------------------------------
+
+
+@triton.jit
+def relu(x):
+    """``max(x, 0)``, where a NaN stays one."""
+    if INTERPRETED:
+        # torch keeps -0.0 on the CPU; its CUDA kernel is the instruction below, which does not.
+        positive = tl.where(x < 0.0, 0.0, x)
+    else:
+        positive = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return positive
 
 
 @triton.jit

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
 from ...core.oracle import Semantics
 from ...core.platform import Platform
-from ...core.quant_key import FP8_STATIC_TENSOR, QuantKey
+from ...core.quant_key import QuantKey
 from ...core.quantized_activation import QuantizedActivation
 from ...core.route import Route
-from ...linear.contract import InputContract, InputScale
+from ...core.selection import ACCEPTED, Verdict
+from ...linear.contract import InputContract
+from ...linear.outputs import RawRequest, Shrink
 
-
-class Verdict(NamedTuple):
-    """A predicate's answer: never a bare False."""
-
-    ok: bool
-    reason: str = ""
-
-
-ACCEPTED = Verdict(True)
+#: The highest rank that an absorbing kernel multiplies with in registers.
+MAX_ABSORBED_RANK = 64
 
 
 @dataclass(frozen=True)
@@ -37,6 +33,8 @@ class ProducerRequest:
         dtype: dtype of the activation.
         columns: its last dimension.
         platform: facts about the device.
+        rank: for ABSORBED, the highest rank that is live at the site.
+        lora_dtype: for ABSORBED, the dtype of the A matrices.
     """
 
     semantics: Semantics
@@ -45,6 +43,8 @@ class ProducerRequest:
     dtype: torch.dtype
     columns: int
     platform: Platform
+    rank: int = 0
+    lora_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,14 +52,40 @@ class Emission:
     """What one call of a producer must emit.
 
     Attributes:
-        contract: key and scale of the consumers.
+        contract: key and scales of the consumers.
         route: FUSED for codes alone.
         site: name of the site, for messages.
+        raw: for DUAL, which raw rows, and where; otherwise None.
+        shrinks: for ABSORBED, one for each consumer with a live branch; otherwise empty.
     """
 
     contract: InputContract
     route: Route = Route.FUSED
     site: str = ""
+    raw: RawRequest | None = None
+    shrinks: tuple[Shrink, ...] = ()
+
+
+class Produced(NamedTuple):
+    """What a call of a producer returns.
+
+    Attributes:
+        activation: what the consumers take.
+        residual: the new residual (..., K) of a norm that adds one; else None.
+    """
+
+    activation: QuantizedActivation
+    residual: torch.Tensor | None = None
+
+
+def check_rank(request: ProducerRequest) -> Verdict:
+    """Whether the live ranks can be absorbed at all; ask before anything else about the route."""
+    if request.rank <= MAX_ABSORBED_RANK:
+        return ACCEPTED
+    return Verdict(
+        False,
+        f"ranks up to {MAX_ABSORBED_RANK} are absorbed, the highest live rank is {request.rank}",
+    )
 
 
 class Producer(ABC):
@@ -78,44 +104,29 @@ class Producer(ABC):
         """Whether this producer can serve every tensor of such a site; pure."""
 
     @abstractmethod
-    def accepts(self, inputs: tuple[torch.Tensor, ...]) -> Verdict:
+    def accepts(
+        self, semantics: Semantics, inputs: tuple[torch.Tensor, ...], emission: Emission
+    ) -> Verdict:
         """Whether it can read these tensors (strides, device); checked on every call."""
 
     @abstractmethod
     def produce(
         self, semantics: Semantics, inputs: tuple[torch.Tensor, ...], emission: Emission
-    ) -> QuantizedActivation:
+    ) -> Produced:
         """What the consumers take: codes with their scale and, on some routes, more.
 
         Args:
             semantics: what to compute.
-            inputs: (x,) for a unary activation, (gate, up) for a gated one, (x, weight) for a
-                norm; activations are (..., K).
+            inputs: (x,) for a unary activation, (gate, up) for a gated one, (x, [residual,]
+                weight, [bias]) for a norm; activations are (..., K).
             emission: what to emit.
         """
 
+    def title(self, semantics: Semantics, emission: Emission) -> str:
+        """Who made the codes, for messages."""
+        return _title(self.name, semantics, emission.site)
 
-class StaticCodesProducer(Producer):
-    """A producer of codes alone, under the consumers' static scale."""
 
-    @abstractmethod
-    def codes(
-        self, semantics: Semantics, inputs: tuple[torch.Tensor, ...], scale: InputScale
-    ) -> torch.Tensor:
-        """The codes: float8_e4m3fn (..., K), contiguous; arguments as for `produce`."""
-
-    def produce(
-        self, semantics: Semantics, inputs: tuple[torch.Tensor, ...], emission: Emission
-    ) -> QuantizedActivation:
-        """The codes, with the scale they were made for."""
-        subject = f"{self.name} {semantics}"
-        scale = emission.contract.static_scale(subject)
-        x = inputs[0]
-        return QuantizedActivation(
-            self.codes(semantics, inputs, scale),
-            scale.value,
-            x.dtype,
-            x.shape,
-            FP8_STATIC_TENSOR,
-            producer=f"{subject} of {emission.site}" if emission.site else subject,
-        )
+@lru_cache(maxsize=4096)
+def _title(name: str, semantics: Semantics, site: str) -> str:
+    return f"{name} {semantics} of {site}" if site else f"{name} {semantics}"

@@ -8,7 +8,7 @@ from torch import nn
 from branchline import maybe_fused_act_quant
 from branchline.core.quant_key import FP8_DYNAMIC_TOKEN, FP8_STATIC_TENSOR
 from branchline.core.quantized_activation import QuantizedActivation
-from branchline.linear.batch import Batch, batch_scope
+from branchline.linear.batch import BarePlan, Batch, batch_scope
 from branchline.linear.contract import InputContract, InputScale
 from branchline.linear.kernels.emulated import EmulatedFp8Linear
 from branchline.linear.kernels.float import FloatLinear
@@ -64,38 +64,37 @@ def relu2(x: torch.Tensor) -> torch.Tensor:
     return F.relu(x).square()
 
 
+@pytest.mark.parametrize("key", [FP8_STATIC_TENSOR, FP8_DYNAMIC_TOKEN], ids=str)
 @pytest.mark.parametrize("gated", [False, True])
-def test_fused_where_nothing_reads_raw(gated):
-    layer, _ = wrapped()
+def test_fused_where_nothing_reads_raw(gated, key):
+    layer, _ = wrapped(key)
     gate, up = tensors()
     act = nn.SiLU() if gated else relu2
     out = maybe_fused_act_quant(act, (gate, up) if gated else gate, layer)
     assert isinstance(out, QuantizedActivation)
     assert out.raw is None
-    assert out.quant_key == FP8_STATIC_TENSOR
-    assert out.scale is layer.kernel.contract.scale.value
+    assert out.quant_key == key
+    if key.static:
+        assert torch.equal(out.scale, layer.kernel.contract.scale.value)
     assert out.shape == gate.shape
     assert out.dtype == gate.dtype
     assert "silu_mul" in out.producer or not gated
     same_output(layer, out, act(gate) * up if gated else act(gate))
 
 
-class Plan:
-    routes = ()
-
-    def __init__(self, branched: bool) -> None:
-        self.branched = (branched,)
+def plan(branched: bool) -> BarePlan:
+    return BarePlan((), (branched,))
 
 
 def test_raw_where_a_branch_is_live():
     layer, registry = wrapped()
     gate, up = tensors()
-    slots, masks = torch.tensor([0, -1]), torch.tensor([[True, False]])
-    with batch_scope(registry.owner, Batch(Plan(True), 2, slots, masks)):
+    slots = torch.tensor([[0, -1]], dtype=torch.int32)
+    with batch_scope(registry.owner, Batch(plan(True), 2, slots)):
         out = maybe_fused_act_quant(F.silu, (gate, up), layer)
         assert isinstance(out, torch.Tensor)
         assert torch.equal(out.nan_to_num(9), (F.silu(gate) * up).nan_to_num(9))
-    with batch_scope(registry.owner, Batch(Plan(False), 2, slots, masks & False)):
+    with batch_scope(registry.owner, Batch(plan(False), 2, slots.fill_(-1))):
         assert isinstance(maybe_fused_act_quant(F.silu, (gate, up), layer), QuantizedActivation)
 
 
@@ -126,32 +125,43 @@ def test_raw_while_a_hook_is_on_the_activation():
     assert len(seen) == 1
 
 
-@pytest.mark.parametrize("key", [None, FP8_DYNAMIC_TOKEN])
-def test_raw_for_a_linear_that_takes_no_static_codes(key):
-    layer, _ = wrapped(key)
+def test_raw_for_a_linear_that_takes_no_codes():
+    layer, _ = wrapped(None)
     gate, up = tensors()
     out = maybe_fused_act_quant(F.silu, (gate, up), layer)
     assert torch.equal(out.nan_to_num(9), (F.silu(gate) * up).nan_to_num(9))
 
 
-UNKNOWN = {
+CUSTOM = {
     "quick gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "clamped": lambda x: F.silu(x).clamp(max=7),
+    "mish": nn.Mish(),
+}
+REFUSED = {
     "relu6 in place": lambda x: F.relu6(x, inplace=True),
     "clamped in place": lambda x: F.silu(x.clamp_(max=1)),
     "softmax": lambda x: x.softmax(-1),
-    "mish": nn.Mish(),
     "with weights": nn.PReLU(dtype=torch.bfloat16),
 }
 
 
-@pytest.mark.parametrize("name", UNKNOWN)
+@pytest.mark.parametrize("name", CUSTOM)
 @pytest.mark.parametrize("gated", [False, True])
-def test_an_unknown_activation_falls_back_to_itself(name, gated):
+def test_an_activation_without_a_name_is_fused_by_its_table(name, gated):
     layer, _ = wrapped()
     gate, up = tensors()
-    out = maybe_fused_act_quant(UNKNOWN[name], (gate.clone(), up) if gated else gate.clone(), layer)
-    expected = UNKNOWN[name](gate.clone())
+    out = maybe_fused_act_quant(CUSTOM[name], (gate, up) if gated else gate, layer)
+    assert isinstance(out, QuantizedActivation)
+    same_output(layer, out, CUSTOM[name](gate) * up if gated else CUSTOM[name](gate))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("gated", [False, True])
+def test_what_is_no_activation_falls_back_to_itself(name, gated):
+    layer, _ = wrapped()
+    gate, up = tensors()
+    out = maybe_fused_act_quant(REFUSED[name], (gate.clone(), up) if gated else gate.clone(), layer)
+    expected = REFUSED[name](gate.clone())
     expected = expected * up if gated else expected
     assert isinstance(out, torch.Tensor)
     assert torch.equal(out.nan_to_num(9), expected.nan_to_num(9))

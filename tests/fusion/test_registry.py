@@ -1,17 +1,31 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
 
 from branchline.core.errors import BranchlineError, KernelUnavailableError, RegistryError
-from branchline.core.oracle import ActivationSemantics, NormSemantics
+from branchline.core.oracle import (
+    ACTIVATIONS,
+    NORM_ORDERS,
+    ActivationSemantics,
+    NormSemantics,
+)
 from branchline.core.platform import Platform
-from branchline.core.quant_key import FP8_DYNAMIC_TOKEN, FP8_STATIC_TENSOR, MXFP8
+from branchline.core.quant_key import (
+    FP8_DYNAMIC_TOKEN,
+    FP8_STATIC_TENSOR,
+    KEYS,
+    MXFP8,
+    NVFP4,
+    ScaleLayout,
+)
 from branchline.core.route import Route
-from branchline.fusion.producers.base import ACCEPTED, Producer, ProducerRequest, Verdict
-from branchline.fusion.registry import REGISTRY, ProducerRegistry, Rejection
+from branchline.core.selection import ACCEPTED, Rejection, Verdict
+from branchline.fusion.producers.base import Producer, ProducerRequest
+from branchline.fusion.registry import REGISTRY, ProducerRegistry
 
 CPU = Platform("cpu", None, "2.13", None, None)
 
@@ -32,10 +46,10 @@ class Fake(Producer):
         self.asked += 1
         return Verdict(not self.reason, self.reason)
 
-    def accepts(self, inputs) -> Verdict:
+    def accepts(self, semantics, inputs, emission) -> Verdict:
         return ACCEPTED
 
-    def produce(self, semantics, inputs, scale) -> torch.Tensor:
+    def produce(self, semantics, inputs, emission):
         raise AssertionError("a choice runs nothing")
 
 
@@ -87,6 +101,33 @@ def test_another_entry_has_no_candidates(other):
     assert "is registered" in selection.reason
     assert str(other.key) in selection.reason
     assert str(other.semantics) in selection.reason
+
+
+def test_an_unknown_entry_has_no_candidates_and_says_what_there_is():
+    registry = registry_of(Fake("a"))
+    assert [p.name for p in registry.candidates("silu_mul", FP8_STATIC_TENSOR, Route.FUSED)] == [
+        "a"
+    ]
+    for family, key, route in (
+        ("silu_mull", FP8_STATIC_TENSOR, Route.FUSED),
+        ("silu_mul", MXFP8, Route.FUSED),
+        ("silu_mul", FP8_STATIC_TENSOR, Route.DUAL),
+    ):
+        with pytest.raises(RegistryError, match=r"not registered.*silu_mul") as caught:
+            registry.candidates(family, key, route)
+        assert f"{route} producer for {family} -> {key}" in str(caught.value)
+
+
+def test_layout_and_parameters_are_left_to_the_predicate():
+    padded = dataclasses.replace(MXFP8, row_multiple=128, layout=ScaleLayout.SWIZZLE_128X4)
+    registry, producer = ProducerRegistry(), Fake("a")
+    registry.register("silu_mul", MXFP8, Route.FUSED, producer)
+    asked = request(key=padded)
+    limited = dataclasses.replace(asked.semantics, limit=7.0)
+    assert registry.select(asked).producer is producer
+    assert registry.select(dataclasses.replace(asked, semantics=limited)).producer is producer
+    with pytest.raises(RegistryError, match="layout"):
+        registry.register("silu_mul", padded, Route.FUSED, Fake("b"))
 
 
 def test_an_equal_key_finds_the_entry():
@@ -169,23 +210,82 @@ def test_entries_are_a_copy():
 # --- the default registry ----------------------------------------------------------------------
 
 
-def test_everything_registered_answers_with_reasons():
-    platforms = [
+def platforms() -> list[Platform]:
+    return [
         CPU,
         Platform("cpu", None, "2.13", "3.6", "avx2"),
+        Platform("cpu", None, "2.13", "3.6", "avx2", interpreted=True),
         Platform("cuda", (7, 0), "2.13", None, None),
+        Platform("cuda", (8, 9), "2.13", "3.6", None),
         Platform("cuda", (9, 0), "2.13", "3.6", None),
+        Platform("cuda", (10, 0), "2.13", "3.6", None),
         Platform("mps", None, "2.13", None, None),
     ]
-    assert REGISTRY.entries()
+
+
+def test_everything_registered_answers_with_reasons():
+    silu = ActivationSemantics("silu", gated=True)
     for (_, key, route), candidates in REGISTRY.entries().items():
         assert len({producer.name for producer in candidates}) == len(candidates)
-        for producer in candidates:
-            for platform in platforms:
-                for dtype in (torch.bfloat16, torch.float16, torch.float32):
-                    asked = ProducerRequest(
-                        ActivationSemantics("silu", gated=True), key, route, dtype, 64, platform
-                    )
-                    verdict = producer.supports(asked)
-                    assert isinstance(verdict, Verdict)
-                    assert verdict.ok or verdict.reason
+        for producer, platform in itertools.product(candidates, platforms()):
+            for dtype in (torch.bfloat16, torch.float16, torch.float32):
+                verdict = producer.supports(
+                    ProducerRequest(silu, key, route, dtype, 64, platform, 16, dtype)
+                )
+                assert isinstance(verdict, Verdict)
+                assert verdict.ok or verdict.reason
+
+
+def test_every_activation_and_norm_has_producers_for_every_key_and_route():
+    families = {f"{name}{suffix}" for name in (*ACTIVATIONS, "custom") for suffix in ("", "_mul")}
+    families |= {NormSemantics(order, 1e-6).family for order in NORM_ORDERS}
+    routes = (Route.FUSED, Route.DUAL, Route.ABSORBED)
+    wanted = set(itertools.product(families, KEYS, routes))
+    assert set(REGISTRY.entries()) == wanted
+    for candidates in REGISTRY.entries().values():
+        assert [producer.name for producer in candidates] == ["triton", "native", "eager"]
+
+
+def chosen(platform: Platform, **changes) -> tuple[str, tuple[Rejection, ...]]:
+    asked = dataclasses.replace(request(), platform=platform, **changes)
+    selection = REGISTRY.select(asked)
+    return selection.producer.name if selection.producer else "", selection.rejected
+
+
+CPU_WITH_C = Platform("cpu", None, "2.13", None, "avx2")
+HOPPER = Platform("cuda", (9, 0), "2.13", "3.6", None)
+BLACKWELL = dataclasses.replace(HOPPER, capability=(10, 0))
+
+
+def test_the_platform_decides():
+    assert chosen(CPU_WITH_C)[0] == "native"
+    assert chosen(CPU)[0] == "eager"
+    assert chosen(HOPPER)[0] == "triton"
+    name, rejected = chosen(HOPPER, key=NVFP4)
+    assert name == "eager"
+    assert "sm_100 or later for e2m1, the device is sm_90" in rejected[0].reason
+    assert chosen(BLACKWELL, key=NVFP4)[0] == "triton"
+    name, rejected = chosen(dataclasses.replace(HOPPER, capability=(8, 0)))
+    assert name == "eager"
+    assert "sm_89 or later for float8e4nv, the device is sm_80" in rejected[0].reason
+    name, rejected = chosen(CPU_WITH_C, dtype=torch.float16)
+    assert name == "eager"
+    assert {r.name for r in rejected} == {"triton", "native"}
+
+
+@pytest.mark.parametrize("platform", [CPU, CPU_WITH_C, HOPPER], ids=str)
+def test_a_rank_beyond_64_is_absorbed_by_nobody(platform):
+    absorbed = {"route": Route.ABSORBED, "lora_dtype": torch.bfloat16}
+    assert chosen(platform, rank=64, **absorbed)[0]
+    name, rejected = chosen(platform, rank=65, **absorbed)
+    assert name == ""
+    assert [r.name for r in rejected] == ["triton", "native", "eager"]
+    assert all("up to 64" in r.reason and "65" in r.reason for r in rejected)
+
+
+def test_kernels_absorb_only_dtypes_they_know():
+    absorbed = {"route": Route.ABSORBED, "rank": 8}
+    assert chosen(CPU_WITH_C, lora_dtype=torch.float32, **absorbed)[0] == "native"
+    name, rejected = chosen(CPU_WITH_C, lora_dtype=torch.float16, **absorbed)
+    assert name == "eager"
+    assert "the slots are float16" in rejected[-1].reason

@@ -1,4 +1,4 @@
-"""Cones of hand-written modules, and wrapped models whose forwards are easy to get wrong."""
+"""Cones of hand-written modules."""
 
 from __future__ import annotations
 
@@ -7,37 +7,21 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from branchline import wrap
 from branchline.fusion.identify import identify_activation
 from branchline.fusion.trace import Cone, find_cones, replace_cones, trace_forward
 from branchline.linear.kernels.float import FloatLinear
 from branchline.linear.registry import LayerRegistry
 from branchline.linear.routed import RoutedLinear
-
-K = 16
-DTYPE = torch.bfloat16
-
-
-class Block(nn.Module):
-    """Something to write forwards for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.offset = nn.Parameter(torch.zeros(1))
-        self.gate = nn.Linear(K, 2 * K)
-        self.up = nn.Linear(K, 2 * K)
-        self.gate_up = nn.Linear(K, 4 * K)
-        self.down = nn.Linear(2 * K, K)
-        self.other = nn.Linear(2 * K, K)
-        self.act = nn.SiLU()
-        self.drop = nn.Dropout(0.1)
-        self.relu_in_place = nn.ReLU(inplace=True)
-        self.inner = nn.Sequential(nn.Linear(K, 2 * K), nn.SiLU())
-
-
-def block(forward) -> nn.Module:
-    torch.manual_seed(0)
-    return type("Written", (Block,), {"forward": forward})().to(DTYPE).eval()
+from tests.fusion.blocks import (
+    DTYPE,
+    K,
+    block,
+    by_hand,
+    clipped,
+    limited,
+    limited_after,
+    multiplied,
+)
 
 
 def routed(module: nn.Module) -> nn.Module:
@@ -67,7 +51,9 @@ def the_cone(forward) -> Cone:
 
 
 def semantics(cone: Cone) -> tuple[str, tuple[str, ...]]:
-    finding, order = identify_activation(cone.function, len(cone.inputs), DTYPE)
+    finding, order = identify_activation(
+        cone.function, len(cone.inputs), DTYPE, numbers=cone.numbers
+    )
     return str(finding.semantics), tuple(cone.inputs[i].name for i in order)
 
 
@@ -188,6 +174,42 @@ def test_tracing_leaves_the_module_as_it_was():
     assert set(vars(module)) == before
 
 
+NUMBERS = {
+    limited: ({2.0, -2.0}, "silu_mul[limit=2]"),
+    limited_after: ({2.0, -2.0}, "custom"),
+    multiplied: ({0.3}, "silu_mul[multiplier=0.3]"),
+    clipped: ({1.5}, "silu[limit=1.5]"),
+    by_hand: ({1.702}, "custom"),
+}
+
+
+@pytest.mark.parametrize("forward", NUMBERS, ids=lambda f: f.__name__)
+def test_numbers_in_the_code_of_a_cone_are_found_and_what_they_mean_proved(forward):
+    numbers, text = NUMBERS[forward]
+    cone = the_cone(forward)
+    assert numbers <= set(cone.numbers)
+    # What follows the linear is no part of the cone.
+    assert 0.7 not in cone.numbers
+    assert semantics(cone)[0].startswith(text)
+
+
+def test_a_limit_of_up_stays_beside_a_table():
+    finding, _ = identify_activation(
+        (cone := the_cone(limited_after)).function, 2, DTYPE, numbers=cone.numbers
+    )
+    assert finding.semantics.custom
+    assert finding.semantics.limit == 2.0
+
+
+def test_a_cone_is_called_by_its_last_module_or_else_its_root():
+    assert the_cone(lambda self, x: self.down(self.drop(self.act(self.up(x))))).title == "act"
+    assert the_cone(by_hand).title == "mul_1"
+
+
+def test_a_module_with_a_buffer_is_no_part_of_a_cone():
+    assert cones(lambda self, x: self.down(self.scaling(self.up(x)))) == []
+
+
 # --- replacing ---------------------------------------------------------------------------------
 
 
@@ -217,164 +239,6 @@ def test_a_replaced_cone_is_computed_by_its_site():
     assert isinstance(trace_forward(module), fx.Graph), "the module itself was changed"
 
 
-# --- whole models ------------------------------------------------------------------------------
-# Nothing is quantised here: a wrapped model must give the bytes of the plain one.
-
-
-def example() -> torch.Tensor:
-    return (torch.randn(2, 3, K, generator=torch.Generator().manual_seed(1)) * 10).to(DTYPE)
-
-
-def served_as_plain(module: nn.Module, **arguments: object) -> None:
-    x = example()
-    plain = module(x.clone(), **arguments)
-    served = wrap(module, quant="none", max_loras=0, example={"x": x})
-    assert torch.equal(served(x.clone(), **arguments), plain)
-    module = served.unwrap()
-    assert torch.equal(module(x.clone(), **arguments), plain)
-
-
-def clamp_statement(self, x):
-    gate, up = self.gate(x), self.up(x)
-    up.clamp_(max=0.5)
-    return self.down(self.act(gate) * up)
-
-
-def scale_statement(self, x):
-    h = self.act(self.up(x))
-    h.mul_(4)
-    return self.down(h)
-
-
-def act_statement(self, x):
-    h = self.up(x)
-    self.relu_in_place(h)
-    return self.down(h)
-
-
-def function_statement(self, x):
-    gate, up = self.gate(x), self.up(x)
-    F.relu(up, inplace=True)
-    return self.down(self.act(gate) * up)
-
-
-def out_argument(self, x):
-    gate, up = self.gate(x), self.up(x)
-    h = torch.empty_like(gate)
-    torch.mul(self.act(gate), up, out=h)
-    return self.down(h)
-
-
-def read_again_after_in_place(self, x):
-    up = self.up(x)
-    return self.down(self.relu_in_place(up)) + up[..., :K]
-
-
-def asks_for_a_tensor(self, x):
-    h = self.act(self.up(x))
-    if isinstance(h, torch.Tensor):
-        h = h * 3
-    return self.down(h)
-
-
-def optional_argument(self, x, scale=None):
-    h = self.act(self.up(x))
-    if scale is not None:
-        h = h * scale
-    return self.down(h)
-
-
-def nested_container(self, x):
-    return self.down(self.inner(x))
-
-
-def three_dimensions(self, x):
-    return self.down(F.silu(self.up(x)).transpose(1, 2).transpose(1, 2))
-
-
-def matrix_product(self, x):
-    return self.down(torch.matmul(self.up(x) @ self.gate(x).mT, self.up(x)))
-
-
-def relu6_in_place(self, x):
-    return self.down(F.relu6(self.up(x), inplace=True))
-
-
-def broadcast_parameter(self, x):
-    return self.down(self.act(self.up(x)) * self.offset)
-
-
-def by_keyword(self, x):
-    return self.down(input=self.act(self.up(x)))
-
-
-def dtype_of_the_weight(self, x):
-    return self.down(self.act(self.up(x)).to(self.down.weight.dtype))
-
-
-def keeps_what_it_computed(self, x):
-    self.last = self.act(self.up(x))
-    return self.down(self.last)
-
-
-EASY_TO_GET_WRONG = [
-    clamp_statement,
-    scale_statement,
-    act_statement,
-    function_statement,
-    out_argument,
-    read_again_after_in_place,
-    asks_for_a_tensor,
-    optional_argument,
-    nested_container,
-    three_dimensions,
-    matrix_product,
-    relu6_in_place,
-    broadcast_parameter,
-    by_keyword,
-    dtype_of_the_weight,
-    keeps_what_it_computed,
-]
-
-
-@pytest.mark.parametrize("forward", EASY_TO_GET_WRONG, ids=lambda f: f.__name__)
-def test_a_wrapped_model_computes_what_it_did(forward):
-    served_as_plain(block(forward))
-
-
-def test_an_optional_argument_is_still_obeyed():
-    served_as_plain(block(optional_argument), scale=3.0)
-
-
-def test_what_a_forward_keeps_is_what_it_computed():
-    module = block(keeps_what_it_computed)
-    served = wrap(module, quant="none", max_loras=0, example={"x": example()})
-    x = example() * 2
-    served(x)
-    assert isinstance(module.last, torch.Tensor)
-    assert torch.equal(module.last, F.silu(module.up(x)))
-
-
-def test_a_forward_that_was_patched_on_the_object_is_kept():
-    module = block(lambda self, x: self.down(self.act(self.up(x))))
-    plain = module.forward
-    module.forward = patched = lambda x: plain(x) * 2
-    served_as_plain(module)
-    assert vars(module)["forward"] is patched
-
-
-def test_a_model_of_nothing_but_linears_wraps():
-    class Bare(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(K, K), nn.Linear(K, K)
-
-        def forward(self, x):
-            return self.down(F.silu(self.up(x)))
-
-    served_as_plain(Bare().to(DTYPE).eval())
-
-
 def test_in_place_semantics_never_pass_as_another_activation():
-    module = routed(block(relu6_in_place))
+    module = routed(block(lambda self, x: self.down(F.relu6(self.up(x), inplace=True))))
     assert "in place" in trace_forward(module)

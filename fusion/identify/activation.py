@@ -1,0 +1,250 @@
+"""Which activation a function computes: a known one, or any that is elementwise."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from ...core.oracle import ACTIVATIONS, ActivationSemantics, activate
+from ...core.oracle.activation import FACTORS, LIMITS, define_custom, gate_side, times_up
+from .finding import PROBE_ERRORS, Finding, all_same_bytes
+from .placing import (
+    Values,
+    all_encodings,
+    anywhere,
+    shuffled,
+    special_values,
+    whole_vectors,
+)
+
+#: Three dimensions: what moves elements about, or counts dimensions, is no activation.
+_SHAPE = (2, 128, 256)
+
+#: What the tail of an activation, where its parts cancel, may differ by; absolute.
+_NEAR = 2.0**-18
+
+
+class _UnfitError(Exception):
+    """The function is no activation, whatever it computes; the text is the reason."""
+
+
+def identify_activation(
+    function: Callable[..., torch.Tensor],
+    arity: int,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    numbers: Iterable[float] = (),
+) -> tuple[Finding, tuple[int, ...]]:
+    """Which activation `function` computes.
+
+    Args:
+        function: takes `arity` tensors of one shape and returns one.
+        arity: 1, or 2 for a gated activation.
+        dtype: float16, bfloat16 or float32: what it will be run in.
+        device: where it will be run.
+        numbers: what its limit and multiplier may be, as found in its code; nothing is taken from
+            them without proof.
+
+    Returns:
+        the finding, and the order of the function's arguments as (gate, up).
+
+    An activation without a name becomes a custom one, if it is a function of single elements of a
+    two-byte dtype: each gets the same bytes wherever it lies.
+    """
+    if arity not in (1, 2):
+        return Finding(None, f"reads {arity} tensors"), ()
+    try:
+        return _identify(_Subject(function, arity, dtype, torch.device(device), tuple(numbers)))
+    except _UnfitError as unfit:
+        return Finding(None, str(unfit)), ()
+    except PROBE_ERRORS as error:
+        return Finding(None, f"fails on a probe: {type(error).__name__}: {error}"), ()
+
+
+class _Subject(NamedTuple):
+    """The function on trial, and where it runs."""
+
+    function: Callable[..., torch.Tensor]
+    arity: int
+    dtype: torch.dtype
+    device: torch.device
+    numbers: tuple[float, ...]
+
+    @property
+    def orders(self) -> list[tuple[int, ...]]:
+        """Which of its arguments may be (gate, up)."""
+        return [(0,)] if self.arity == 1 else [(0, 1), (1, 0)]
+
+    def encodings(self) -> torch.Tensor:
+        """All of them, `_SHAPE`."""
+        return all_encodings(self.dtype, self.device).view(_SHAPE)
+
+    def run(self, order: tuple[int, ...], probe: Values) -> torch.Tensor:
+        """Its result on (gate, up).
+
+        Raises:
+            _UnfitError: it writes its input, or does not return a tensor like it.
+        """
+        before = [value.clone() for value in probe]
+        out = self.function(*(probe[i] for i in order))
+        if not isinstance(out, torch.Tensor) or out.shape != probe[0].shape:
+            raise _UnfitError("does not return a tensor of the shape that it was given")
+        if out.dtype != self.dtype:
+            raise _UnfitError(f"returns {out.dtype} for {self.dtype}")
+        if not all(all_same_bytes(p, b) for p, b in zip(probe, before, strict=True)):
+            raise _UnfitError("writes its input, which others may read")
+        return out
+
+
+def _identify(subject: _Subject) -> tuple[Finding, tuple[int, ...]]:
+    sides = {order: subject.run(order, _gate_probe(subject)) for order in subject.orders}
+    for order, side in sides.items():
+        for semantics in _candidates(subject):
+            if _resembles(subject, semantics, side) and _is_known(subject, order, semantics):
+                return Finding(semantics), order
+    known = f"equals none of {', '.join(ACTIVATIONS)} on all encodings of {subject.dtype}"
+    if subject.dtype.itemsize != 2:
+        return Finding(None, known), ()
+    for order, side in sides.items():
+        for semantics in _custom(subject, side):
+            if not _equals(subject, order, semantics, _probes(subject, semantics)):
+                continue
+            if _is_elementwise(subject, order, semantics):
+                return Finding(semantics), order
+            return Finding(None, f"{known}, and gives an element other bytes elsewhere"), ()
+    form = "act(gate) * up, of single elements" if subject.arity == 2 else "made element by element"
+    return Finding(None, f"{known}, and is not {form}"), ()
+
+
+def _gate_probe(subject: _Subject) -> Values:
+    """Shows the gate's side: all encodings, times one."""
+    encodings = subject.encodings()
+    return (encodings, torch.ones_like(encodings))[: subject.arity]
+
+
+# --- candidates ----------------------------------------------------------------------------------
+
+
+def _candidates(subject: _Subject) -> Iterator[ActivationSemantics]:
+    least, most = FACTORS
+    usable = _usable(subject.numbers, torch.float32)
+    factors = [n for n in usable if least <= abs(n) <= most and n != 1.0]
+    for limit, factor, name in itertools.product(_limits(subject), (None, *factors), ACTIVATIONS):
+        yield ActivationSemantics(name, subject.arity == 2, limit, factor)
+
+
+def _custom(subject: _Subject, side: torch.Tensor) -> Iterator[ActivationSemantics]:
+    name = define_custom(_by_encoding(side))
+    for limit in _limits(subject) if subject.arity == 2 else (None,):
+        yield ActivationSemantics(name, subject.arity == 2, limit)
+
+
+def _by_encoding(side: torch.Tensor) -> torch.Tensor:
+    # `all_encodings` counts from the most negative integer, a table from zero.
+    low, high = side.flatten().chunk(2)
+    return torch.cat([high, low])
+
+
+def _limits(subject: _Subject) -> tuple[float | None, ...]:
+    least, most = LIMITS
+    return (None, *(n for n in _usable(subject.numbers, subject.dtype) if least <= n <= most))
+
+
+def _usable(numbers: Iterable[float], dtype: torch.dtype) -> list[float]:
+    largest = torch.finfo(dtype).max
+    return sorted({n for n in numbers if math.isfinite(n) and abs(n) <= largest})
+
+
+def _resembles(subject: _Subject, semantics: ActivationSemantics, side: torch.Tensor) -> bool:
+    """Whether a sample of the gate's side is right: what is another activation shows it at once."""
+    probe = [values[:, ::8, ::16].contiguous() for values in _gate_probe(subject)]
+    expected = times_up(semantics, gate_side(semantics, probe[0]), probe[-1])
+    return all_same_bytes(expected, side[:, ::8, ::16])
+
+
+# --- proof ---------------------------------------------------------------------------------------
+
+
+def _is_known(subject: _Subject, order: tuple[int, ...], semantics: ActivationSemantics) -> bool:
+    """Whether it is `semantics`, which torch need not give the same bytes everywhere.
+
+    Where tensors are no whole number of vectors torch takes other code for some of them, with
+    other roundings: there the values must be near.
+    """
+    values = tuple(v.flatten() for v in _gate_probe(subject))
+    ordered = (values[0], shuffled(values[0], 0))[: subject.arity]
+    return (
+        _equals(subject, order, semantics, _probes(subject, semantics))
+        and _equals(subject, order, semantics, whole_vectors(ordered))
+        and all(_is_near(subject, order, semantics, probe) for probe in anywhere(values))
+    )
+
+
+def _is_elementwise(
+    subject: _Subject, order: tuple[int, ...], semantics: ActivationSemantics
+) -> bool:
+    """Whether it is `semantics` wherever an element lies."""
+    values = tuple(shuffled(subject.encodings().flatten(), seed) for seed in (2, 3))
+    return _equals(subject, order, semantics, anywhere(values[: subject.arity]))
+
+
+def _equals(
+    subject: _Subject,
+    order: tuple[int, ...],
+    semantics: ActivationSemantics,
+    probes: Iterable[Values],
+) -> bool:
+    return all(
+        all_same_bytes(subject.run(order, probe), activate(semantics, *probe)) for probe in probes
+    )
+
+
+def _is_near(
+    subject: _Subject, order: tuple[int, ...], semantics: ActivationSemantics, probe: Values
+) -> bool:
+    out, expected = subject.run(order, probe), activate(semantics, *probe)
+    if all_same_bytes(out, expected):
+        return True
+    near = torch.isclose(out.float(), expected.float(), 2 * torch.finfo(out.dtype).eps, _NEAR)
+    # What overflows on the way does so in one order of the operations and not in another.
+    return bool((near | ~expected.isfinite()).all())
+
+
+def _probes(subject: _Subject, semantics: ActivationSemantics) -> Iterator[Values]:
+    encodings = subject.encodings()
+    partners = shuffled(encodings, 0)
+    special = special_values(_usable(subject.numbers, subject.dtype), subject.dtype, subject.device)
+    every = _in_turn(special, _SHAPE[-1] * _vectors(special.numel()))
+    if subject.arity == 1:
+        yield (encodings,)
+        yield (partners,)
+        yield (every,)
+        return
+    yield _gate_probe(subject)
+    yield torch.ones_like(encodings), encodings
+    yield torch.full_like(encodings, _telling_gate(semantics, encodings)), encodings
+    yield encodings, partners
+    for offset in (0, 4):
+        yield encodings, _in_turn(special.roll(-offset), encodings.numel()).view(_SHAPE)
+    pairs = special.numel() ** 2
+    size = _SHAPE[-1] * _vectors(pairs)
+    yield _in_turn(special.repeat_interleave(special.numel()), size), _in_turn(special, size)
+
+
+def _vectors(count: int) -> int:
+    return math.ceil(count / _SHAPE[-1])
+
+
+def _in_turn(values: torch.Tensor, size: int) -> torch.Tensor:
+    return values[torch.arange(size, device=values.device) % values.numel()]
+
+
+def _telling_gate(semantics: ActivationSemantics, encodings: torch.Tensor) -> float:
+    """A gate whose side is near one, where a clamp of `up` shows."""
+    side = activate(semantics, encodings, torch.ones_like(encodings))
+    distance = torch.nan_to_num(side.double().abs().log2().abs(), nan=math.inf)
+    return encodings.flatten()[distance.flatten().argmin()].item()

@@ -1,0 +1,15 @@
+"""Proof on the user's own machine: every producer that runs there against the oracle."""
+
+from .cases import Case, arrangements, cases
+from .report import Difference, Line, VerifyReport
+from .run import verify
+
+__all__ = [
+    "Case",
+    "Difference",
+    "Line",
+    "VerifyReport",
+    "arrangements",
+    "cases",
+    "verify",
+]
