@@ -1,23 +1,27 @@
 """LoRA branches of one linear, for all adapters at once: shrink, expand, add.
 
-The eager definition.  Every row of the batch is multiplied with the matrices of its own slot, in
-one batched product of a shape that depends on the batch's shape alone, so a row's bytes cannot
-depend on its neighbours.  Rows without a branch keep the base bytes: they are selected, not added
-to, since adding a zero would turn -0.0 into 0.0.
+The shrink is `linear/shrink.py`, one definition for the branch and for producers that absorb it.
+The expand multiplies every row with the matrix of its own slot, in one batched product of a shape
+that depends on the batch's shape alone, so a row's bytes cannot depend on its neighbours.  Rows
+without a branch keep the base bytes: they are selected, not added to, since adding a zero would
+turn -0.0 into 0.0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from ..core.errors import AdapterUnsupportedError, RawConsumerError
+from ..core.errors import AdapterUnsupportedError
+from ..linear.outputs import Shrink
+from ..linear.routed import BranchInput
+from ..linear.shrink import shrink
 from .source import AdapterWeights, LoraWeights
 
 
 class LoraSlots:
     """The stacked matrices of one linear: fixed addresses, one row a slot.
+
+    A branch reads raw rows in place (`compact_raw`): those it has no slot for cost it nothing.
 
     Args:
         name: of the linear, for messages.
@@ -28,6 +32,8 @@ class LoraSlots:
         dtype: of the matrices.
         device: of the matrices.
     """
+
+    compact_raw = False
 
     def __init__(
         self,
@@ -43,6 +49,7 @@ class LoraSlots:
         self.a = torch.zeros(slots, rank, in_features, dtype=dtype, device=device)
         self.b = torch.zeros(slots, out_features, rank, dtype=dtype, device=device)
         self.scaling = torch.zeros(slots, dtype=torch.float32, device=device)
+        self.ranks = torch.zeros(slots, dtype=torch.int32, device=device)
 
     @property
     def nbytes(self) -> int:
@@ -57,57 +64,48 @@ class LoraSlots:
         self.b[slot, :, :rank].copy_(weights.b)
         self.b[slot, :, rank:].zero_()
         self.scaling[slot] = weights.scaling
+        self.ranks[slot] = rank
 
     def clear(self, slot: int) -> None:
         """Empty a slot."""
         self.a[slot].zero_()
         self.b[slot].zero_()
         self.scaling[slot] = 0.0
+        self.ranks[slot] = 0
 
-    def shrink(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """`x` (rows, ..., K) times each row's A: float32 (rows, tokens, rank)."""
-        rows = x.shape[0]
-        return torch.bmm(x.reshape(rows, -1, x.shape[-1]).float(), self.a[index].float().mT)
+    def shrink_request(self, slots: torch.Tensor, rank: int) -> Shrink:
+        """What shrinks the raw activation for rows of `slots` (int32 (R,), -1 for none)."""
+        return Shrink(self.name, self.a, self.ranks, slots, rank)
 
-    def expand(self, shrunk: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """`shrunk` (rows, tokens, rank) times each row's B and scaling: float32 (..., N)."""
-        delta = torch.bmm(shrunk, self.b[index].float().mT)
-        return delta.mul_(self.scaling[index].view(-1, 1, 1))
+    def expand(self, shrunk: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """`shrunk` (M, rank) times each row's B and scaling: float32 (M, N)."""
+        index = slots.clamp(min=0)
+        by_request = shrunk.view(slots.shape[0], -1, shrunk.shape[-1])
+        delta = torch.bmm(by_request, self.b[index].float().mT)
+        return delta.mul_(self.scaling[index].view(-1, 1, 1)).flatten(0, 1)
 
-    def add(
-        self,
-        out: torch.Tensor,
-        raw: Callable[[], torch.Tensor],
-        slots: torch.Tensor,
-        mask: torch.Tensor,
-    ) -> torch.Tensor:
-        """Add each masked row's branch.
+    def add(self, out: torch.Tensor, x: BranchInput, slots: torch.Tensor) -> torch.Tensor:
+        """Add the branch of each row that has one.
 
         Args:
-            out: (rows, ..., N), the base output.
-            raw: gives the raw activation, (rows, ..., K).
-            slots: int64 (rows,), -1 for none.
-            mask: bool (rows,), whether the row's adapter has a branch here.
+            out: (M, N), the base output.
+            x: the layer's input, (M, K): raw, or shrunk by its producer.
+            slots: int32 (R,), -1 for none; the M rows belong to R requests in turn.
 
         Returns:
-            (rows, ..., N) in the dtype of `out`: float32 accumulation, one rounding.
+            (M, N) in the dtype of `out`: float32 accumulation, one rounding.
 
         Raises:
             RawConsumerError: there are only codes.
         """
-        x = raw()
-        if x.dtype.itemsize == 1:
-            raise RawConsumerError(
-                f"the adapter branch on '{self.name}'",
-                f"was handed {x.dtype} codes instead of the raw activation",
-                "route the layer's site unfused while an adapter is live",
-            )
-        index = torch.where(mask, slots, 0)
-        # Autocast would round both products to half precision.
-        with torch.autocast(x.device.type, enabled=False):
-            delta = self.expand(self.shrink(x, index), index)
-        wide = mask.view(-1, *[1] * (out.dim() - 1))
-        return torch.where(wide, (out.float() + delta.view(out.shape)).to(out.dtype), out)
+        shrunk = x.shrunk()
+        if shrunk is None:
+            shrunk = shrink(x.raw().values, self.shrink_request(slots, self.a.shape[1]))
+        # Autocast would round the product to half precision.
+        with torch.autocast(out.device.type, enabled=False):
+            delta = self.expand(shrunk, slots)
+        wide = (slots >= 0).repeat_interleave(out.shape[0] // slots.shape[0]).unsqueeze(1)
+        return torch.where(wide, (out.float() + delta).to(out.dtype), out)
 
 
 def check_range(name: str, weights: AdapterWeights, dtype: torch.dtype) -> None:

@@ -8,11 +8,9 @@ them ends.  One slot more than `max_loras` exists, so that a swap never has to w
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -29,56 +27,10 @@ from ..linear.registry import Holder, LayerRegistry
 from .branch import LoraSlots, check_range
 from .read import read_adapter
 from .source import AdapterWeights, BaseFacts
+from .version import AdapterInfo, Version
 
 #: PEFT's name for "no adapter" in a list of adapter names.
 BASE_NAME = "__base__"
-_identities = itertools.count(1)
-
-
-@dataclass(frozen=True)
-class AdapterInfo:
-    """One line of the listing.
-
-    Attributes:
-        name: what rows call it.
-        digest: SHA-256 of what it computes; its identity (I9).
-        source: where it came from.
-        rank: the highest of any layer.
-        layers: how many linears it has a branch on.
-        nbytes: size as stored.
-        slot: its row in the stacked tensors.
-        batches: how many batches in flight use it.
-        notes: such as "no effect: every lora_B is zero".
-    """
-
-    name: str
-    digest: str
-    source: str
-    rank: int
-    layers: int
-    nbytes: int
-    slot: int
-    batches: int
-    notes: tuple[str, ...]
-
-
-class _Version:
-    """One loaded content of a name."""
-
-    def __init__(self, name: str, slot: int, weights: AdapterWeights) -> None:
-        self.key = next(_identities)
-        self.name = name
-        self.slot = slot
-        self.layers = frozenset(weights.layers)
-        self.batches = 0
-        self.retired = False
-        self._facts = (
-            weights.digest, weights.source, weights.rank, len(weights.layers), weights.nbytes,
-        )  # fmt: skip
-        self._notes = weights.notes
-
-    def info(self) -> AdapterInfo:
-        return AdapterInfo(self.name, *self._facts, self.slot, self.batches, self._notes)
 
 
 class AdapterManager:
@@ -112,7 +64,7 @@ class AdapterManager:
         self._dtype = dtype
         self._device = device
         self._plan = plan
-        self._versions: dict[str, _Version] = {}
+        self._versions: dict[str, Version] = {}
         self._lock = threading.RLock()
         self._open = 0
         self._closed = False
@@ -240,7 +192,7 @@ class AdapterManager:
         self._refuse_if_closed()
         return Batch(self._plan({}))
 
-    def _acquire(self, names: Sequence[str | None]) -> tuple[Batch, tuple[_Version, ...]]:
+    def _acquire(self, names: Sequence[str | None]) -> tuple[Batch, tuple[Version, ...]]:
         if isinstance(names, str) or not all(n is None or isinstance(n, str) for n in names):
             names = ()
         if not names:
@@ -254,21 +206,21 @@ class AdapterManager:
             chosen = [None if n is None or n == BASE_NAME else self._version(n) for n in names]
             versions = tuple({v.key: v for v in chosen if v is not None}.values())
             plan = self._plan({version.key: version.name for version in versions})
-            slots = torch.tensor(
-                [-1 if v is None else v.slot for v in chosen], dtype=torch.int64
-            ).to(self._device)
-            masks = self._masks(slots)
+            slots = self._slots_by_layer([-1 if v is None else v.slot for v in chosen])
             for version in versions:
                 version.batches += 1
             self._open += 1
-        return Batch(plan, len(chosen), slots, masks), versions
+        return Batch(plan, len(chosen), slots), versions
 
-    def _masks(self, slots: torch.Tensor) -> torch.Tensor:
+    def _slots_by_layer(self, chosen: list[int]) -> torch.Tensor:
+        """int32 (layers, rows): each row's slot where its adapter has a branch, else -1."""
+        slots = torch.tensor(chosen, dtype=torch.int64).to(self._device)
         if not self._held.shape[1]:
-            return self._held.new_zeros(len(self._registry), slots.shape[0])
-        return self._held[:, slots.clamp(min=0)] & (slots >= 0)
+            return slots.new_full((len(self._registry), len(chosen)), -1, dtype=torch.int32)
+        held = self._held[:, slots.clamp(min=0)] & (slots >= 0)
+        return torch.where(held, slots, -1).to(torch.int32)
 
-    def _release(self, versions: tuple[_Version, ...]) -> None:
+    def _release(self, versions: tuple[Version, ...]) -> None:
         with self._changing():
             self._open -= 1
             for version in versions:
@@ -304,7 +256,7 @@ class AdapterManager:
     def _read(self, path: str | Path) -> AdapterWeights:
         return read_adapter(path, self._base, max_rank=self._max_rank)
 
-    def _version(self, name: str) -> _Version:
+    def _version(self, name: str) -> Version:
         version = self._versions.get(name)
         if version is None:
             loaded = ", ".join(f"'{n}'" for n in self._versions) or "none"
@@ -331,7 +283,7 @@ class AdapterManager:
                 "unload one, or wrap with a higher max_loras (command line: --max-loras)",
             )
 
-    def _enter(self, name: str, weights: AdapterWeights) -> _Version:
+    def _enter(self, name: str, weights: AdapterWeights) -> Version:
         """Write a free slot; nothing refers to it until it is published."""
         if not self._free:
             raise AdapterCapacityError(
@@ -341,7 +293,7 @@ class AdapterManager:
             )
         for layer in weights.layers:
             self._stack(layer)
-        version = _Version(name, self._free[0], weights)
+        version = Version(name, self._free[0], weights)
         for layer, lora in weights.layers.items():
             self._stacks[layer].write(version.slot, lora)
         self._free.pop(0)
@@ -364,7 +316,7 @@ class AdapterManager:
             layer.branch = stack
         return stack
 
-    def _publish(self, added: _Version | None, removed: _Version | None, reason: str) -> None:
+    def _publish(self, added: Version | None, removed: Version | None, reason: str) -> None:
         changes: dict[str, dict[int, Holder]] = {}
 
         def holders(name: str) -> dict[int, Holder]:
@@ -373,22 +325,22 @@ class AdapterManager:
             return changes[name]
 
         if added:
-            for name in added.layers:
-                holders(name)[added.key] = Holder(added.name)
+            for name in added.ranks:
+                holders(name)[added.key] = Holder(added.name, shrink_rank=added.ranks[name])
                 self._held[self._registry.layers[name].index, added.slot] = True
         if removed:
-            for name in removed.layers:
+            for name in removed.ranks:
                 holders(name).pop(removed.key)
             removed.retired = True
         self._registry.set_branches(changes, reason)
         if removed:
             self._reclaim(removed)
 
-    def _reclaim(self, version: _Version) -> None:
+    def _reclaim(self, version: Version) -> None:
         """Empty the slot of a version that no name and no batch refers to."""
         if not version.retired or version.batches:
             return
-        for name in version.layers:
+        for name in version.ranks:
             self._stacks[name].clear(version.slot)
         self._held[:, version.slot] = False
         self._free.append(version.slot)

@@ -12,6 +12,7 @@ from ..core.errors import BranchlineError
 from .audit import audit
 from .generate import generate
 from .output import note
+from .verify import verify
 
 
 class _Commands(TyperGroup):
@@ -35,6 +36,7 @@ app = typer.Typer(
 )
 app.command()(audit)
 app.command()(generate)
+app.command()(verify)
 
 
 def _print_version(wanted: bool) -> None:

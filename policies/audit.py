@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from ..adapters.manager import AdapterInfo, AdapterManager
+from ..adapters.manager import AdapterManager
+from ..adapters.version import AdapterInfo
 from ..core.route import Route
 from ..fusion.discover import Unsited
 from ..fusion.site import Site
@@ -23,6 +24,8 @@ from .policy import make_policy
 
 SCHEMA_VERSION = 1
 _BASE = "(no adapter)"
+# How the policies' reasons begin where they name every reader, which a table has no room for.
+_BY_ADAPTERS = ("read raw by", "raw rows for", "absorbs")
 _COLOURS = {"fused": "green", "unfused": "yellow", "dual": "cyan", "absorbed": "blue"}
 
 
@@ -308,9 +311,10 @@ def _route_label(route: RouteReport) -> str:
 
 def _why(route: RouteReport) -> str:
     # Only where adapters are the reason; a site without a producer is nobody's fault.
-    if route.blame and route.reason.startswith("read raw by"):
-        return f"adapter {', '.join(route.blame)}"
-    return route.reason
+    head, *rest = route.reason.split("; ")
+    if route.blame and head.startswith(_BY_ADAPTERS):
+        head = f"adapter {', '.join(route.blame)}"
+    return "; ".join([head, *rest])
 
 
 def _without_index(name: str) -> str:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from ..core.quant_key import QuantKey
 from ..core.route import Route
+from ..core.selection import Rejection
 from ..fusion.producers.base import Producer
-from ..fusion.registry import Rejection
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class Plan:
         routes: by site index, for the forward.
         producers: by site index, for the forward.
         branched: by layer index: some of the adapters has a branch there.
+        shrink_ranks: by layer index: the highest rank of their LoRA branches there; 0 for none.
     """
 
     epoch: int
@@ -58,6 +59,7 @@ class Plan:
     routes: tuple[Route, ...]
     producers: tuple[Producer | None, ...]
     branched: tuple[bool, ...]
+    shrink_ranks: tuple[int, ...]
 
     def count(self, route: Route) -> int:
         """How many sites take `route`."""

@@ -6,13 +6,18 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 
+import torch
+
+from ..core.errors import KernelUnavailableError
 from ..core.platform import Platform
 from ..core.route import Route
+from ..core.selection import Rejection
 from ..fusion.producers.base import ProducerRequest
 from ..fusion.registry import ProducerRegistry, Selection
 from ..fusion.site import Site
 from ..linear.contract import InputContract
 from ..linear.registry import LayerRegistry, RawReader
+from ..linear.routed import RoutedLinear
 from .plan import Plan, SitePlan
 from .policy import Choice, Policy, SiteState
 
@@ -29,6 +34,7 @@ class Planner:
         platform: facts about the device.
         policy: chooses among the possible routes.
         adapters_possible: whether an adapter can ever be loaded (slots exist).
+        lora_dtype: dtype of the adapter slots; None where there are none.
         force: name of the only producer that may be chosen, or None.
     """
 
@@ -41,6 +47,7 @@ class Planner:
         policy: Policy,
         *,
         adapters_possible: bool,
+        lora_dtype: torch.dtype | None = None,
         force: str | None = None,
     ) -> None:
         self.registry = registry
@@ -49,6 +56,7 @@ class Planner:
         self.policy = policy
         self._producers = producers
         self._adapters_possible = adapters_possible
+        self._lora_dtype = lora_dtype
         self._force = force
         self._plans: OrderedDict[tuple[object, ...], Plan] = OrderedDict()
         self._lock = threading.Lock()
@@ -89,6 +97,7 @@ class Planner:
             branched=tuple(
                 not live.keys().isdisjoint(self.registry.branches(layer)) for layer in self.registry
             ),
+            shrink_ranks=tuple(self._shrink_rank(layer, live) for layer in self.registry),
         )
 
     def _plan_site(
@@ -99,23 +108,38 @@ class Planner:
         # Where no producer exists, no adapter is to blame.
         fused = Selection(None, (), obstacle) if obstacle else self._select(site, Route.FUSED)
         if fused.producer is None:
-            choices: tuple[Choice, ...] = (Choice(Route.UNFUSED, fused.reason),)
+            choice, selection = Choice(Route.UNFUSED, fused.reason), fused
         else:
-            choices = policy.choose(SiteState(readers, self._may_carry_adapters(site)))
-        choice, selection = self._first_possible(site, choices)
+            state = SiteState(readers, self._may_carry_adapters(site))
+            choice, selection = self._first_possible(site, policy.choose(state), readers, fused)
         return _site_plan(site, choice, selection, readers), selection
 
-    def _first_possible(self, site: Site, choices: tuple[Choice, ...]) -> tuple[Choice, Selection]:
-        passed_over = Selection(None)
+    def _first_possible(
+        self,
+        site: Site,
+        choices: tuple[Choice, ...],
+        readers: tuple[RawReader, ...],
+        fused: Selection,
+    ) -> tuple[Choice, Selection]:
+        """The first choice that a producer serves; its reason says why those before it failed."""
+        rejected: tuple[Rejection, ...] = ()
+        failed: list[str] = []
         for choice in choices:
             if choice.route == Route.UNFUSED:
-                return choice, Selection(None, passed_over.rejected)
-            selection = self._select(site, choice.route)
-            rejected = (*passed_over.rejected, *selection.rejected)
-            if selection.producer is not None:
-                return choice, Selection(selection.producer, rejected)
-            passed_over = Selection(None, rejected, selection.reason)
-        return Choice(Route.UNFUSED, passed_over.reason), passed_over
+                selection = Selection(None)
+            elif choice.route == Route.FUSED:
+                selection = fused
+            else:
+                selection = self._select(site, choice.route, readers)
+            rejected = (*rejected, *selection.rejected)
+            if _only_emulated(selection, fused):
+                failed.append(f"not {choice.route}: only emulated")
+                continue
+            if selection.producer is not None or choice.route == Route.UNFUSED:
+                reason = "; ".join([choice.reason, *failed])
+                return Choice(choice.route, reason), Selection(selection.producer, rejected)
+            failed.append(f"not {choice.route}: {selection.reason}")
+        return Choice(Route.UNFUSED, "; ".join(failed)), Selection(None, rejected)
 
     def obstacle(self, site: Site) -> str:
         """Why the site can never be fused, whatever adapters are live; empty if it can."""
@@ -143,14 +167,39 @@ class Planner:
     def _may_carry_adapters(self, site: Site) -> bool:
         return self._adapters_possible and any(layer.takes_branches for layer in site.layers)
 
-    def _select(self, site: Site, route: Route) -> Selection:
+    def _select(self, site: Site, route: Route, readers: tuple[RawReader, ...] = ()) -> Selection:
         key, semantics = site.contract.key, site.facts.semantics
         assert key is not None
         assert semantics is not None
+        absorbed = route == Route.ABSORBED
         request = ProducerRequest(
-            semantics, key, route, site.facts.dtype, site.facts.columns, self.platform
+            semantics,
+            key,
+            route,
+            site.facts.dtype,
+            site.facts.columns,
+            self.platform,
+            max((reader.shrink_rank or 0 for reader in readers), default=0) if absorbed else 0,
+            self._lora_dtype if absorbed else None,
         )
-        return self._producers.select(request, self._force)
+        try:
+            return self._producers.select(request, self._force)
+        except KernelUnavailableError as error:
+            # Only FUSED says whether a forced producer can serve the site; from any other route the
+            # policy has a way back.
+            if route == Route.FUSED:
+                raise
+            return Selection(None, (Rejection(self._force or "", error.reason),), error.reason)
+
+    def _shrink_rank(self, layer: RoutedLinear, live: Mapping[int, str]) -> int:
+        holders = self.registry.branches(layer).items()
+        return max((h.shrink_rank or 0 for key, h in holders if key in live), default=0)
+
+
+def _only_emulated(selection: Selection, fused: Selection) -> bool:
+    """Whether a route would be emulated where another one of the site is not."""
+    ours, plain = selection.producer, fused.producer
+    return ours is not None and ours.emulated and plain is not None and not plain.emulated
 
 
 def _describe(contract: InputContract) -> str:

@@ -55,8 +55,7 @@ class DynamicPolicy(Policy):
 
     def choose(self, state: SiteState) -> tuple[Choice, ...]:
         if state.raw_readers:
-            readers = ", ".join(str(reader) for reader in state.raw_readers)
-            return (Choice(Route.UNFUSED, f"read raw by {readers}"),)
+            return (Choice(Route.UNFUSED, f"read raw by {_named(state)}"),)
         return (Choice(Route.FUSED, "no raw reader is live"),)
 
 
@@ -72,7 +71,44 @@ class StaticPolicy(Policy):
         return DynamicPolicy().choose(state)
 
 
-_POLICIES: dict[str, type[Policy]] = {cls.name: cls for cls in (StaticPolicy, DynamicPolicy)}
+@dataclass(frozen=True)
+class DualPolicy(Policy):
+    """Where adapters are live, codes and, for their rows alone, the raw activation beside."""
+
+    name = "dual"
+
+    def choose(self, state: SiteState) -> tuple[Choice, ...]:
+        (unfused_or_fused,) = DynamicPolicy().choose(state)
+        if not state.raw_readers or not all(r.kind == "branch" for r in state.raw_readers):
+            # A hook reads what it finds in the place of a tensor: raw rows beside are not there.
+            return (unfused_or_fused,)
+        return (Choice(Route.DUAL, f"raw rows for {_named(state)}"), unfused_or_fused)
+
+
+@dataclass(frozen=True)
+class AbsorbedPolicy(Policy):
+    """Where adapters are live, codes and the LoRA shrink of their rows; else as `DualPolicy`."""
+
+    name = "absorbed"
+
+    def choose(self, state: SiteState) -> tuple[Choice, ...]:
+        others = [reader for reader in state.raw_readers if reader.shrink_rank is None]
+        dual = DualPolicy().choose(state)
+        if others or not state.raw_readers:
+            if dual[0].route == Route.DUAL:
+                names = ", ".join(str(reader) for reader in others)
+                dual = (Choice(Route.DUAL, f"{dual[0].reason}; no LoRA shrink: {names}"), *dual[1:])
+            return dual
+        return (Choice(Route.ABSORBED, f"absorbs {_named(state)}"), *dual)
+
+
+def _named(state: SiteState) -> str:
+    return ", ".join(str(reader) for reader in state.raw_readers)
+
+
+_POLICIES: dict[str, type[Policy]] = {
+    cls.name: cls for cls in (StaticPolicy, DynamicPolicy, DualPolicy, AbsorbedPolicy)
+}
 
 
 def make_policy(name: str) -> Policy:

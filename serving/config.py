@@ -43,7 +43,12 @@ class WrapConfig(BaseModel):
         Field(description="What the linears consume; fp8-static needs calibration prompts."),
     ] = Quant.FP8_DYNAMIC
     policy: Annotated[
-        str, Field(description="Fusion policy: dynamic, or static (never fuse where LoRA may be).")
+        str,
+        Field(
+            description="Where adapters are live: dynamic (raw, unfused), dual (codes, and their "
+            "raw rows beside), absorbed (codes and their LoRA shrink); or static (never fuse "
+            "where LoRA may be)."
+        ),
     ] = "dynamic"
     max_loras: Annotated[
         int, Field(ge=0, description="How many adapters fit at once; 0 switches adapters off.")

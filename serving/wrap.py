@@ -114,10 +114,14 @@ class _Wrapping:
             detect_platform(self._device()),
             make_policy(self.config.policy),
             adapters_possible=self.config.max_loras > 0,
+            lora_dtype=self._lora_dtype(),
             force=self.config.producer,
         )
+        adapters, policy = self.config.max_loras > 0, self.config.policy
         self.registry.rules = FusionRules(
-            self.config.policy == "static" and self.config.max_loras > 0, self.config.producer
+            never_fused=adapters and policy == "static",
+            producer=self.config.producer,
+            shrink_width=self.config.max_lora_rank if adapters and policy == "absorbed" else 0,
         )
         manager = self._manager(planner)
         self.registry.serve_base_batches_from(manager.base_batch)
@@ -296,6 +300,9 @@ class _Wrapping:
                 "drop the forced choice",
             )
 
+    def _lora_dtype(self) -> torch.dtype:
+        return self.config.lora_dtype.resolve(next(iter(self.registry)).dtype)
+
     def _manager(self, planner: Planner) -> AdapterManager:
         some_layer = next(iter(self.registry))
         return AdapterManager(
@@ -303,7 +310,7 @@ class _Wrapping:
             self._facts_with_refusals(),
             max_loras=self.config.max_loras,
             max_lora_rank=self.config.max_lora_rank,
-            dtype=self.config.lora_dtype.resolve(some_layer.dtype),
+            dtype=self._lora_dtype(),
             device=some_layer.device,
             plan=planner.plan,
         )

@@ -11,8 +11,9 @@ from branchline.core.oracle import ActivationSemantics
 from branchline.core.platform import Platform
 from branchline.core.quant_key import FP8_DYNAMIC_TOKEN, FP8_STATIC_TENSOR
 from branchline.core.route import Route
-from branchline.fusion.producers.base import ACCEPTED, Producer, Verdict
-from branchline.fusion.registry import ProducerRegistry, Rejection
+from branchline.core.selection import ACCEPTED, Rejection, Verdict
+from branchline.fusion.producers.base import Producer, check_rank
+from branchline.fusion.registry import ProducerRegistry
 from branchline.fusion.site import Site, SiteFacts
 from branchline.linear.contract import InputContract, InputScale
 from branchline.linear.kernels.emulated import EmulatedFp8Linear
@@ -35,11 +36,16 @@ class Fake(Producer):
     def supports(self, request) -> Verdict:
         return Verdict(not self.reason, self.reason)
 
-    def accepts(self, inputs) -> Verdict:
+    def accepts(self, semantics, inputs, emission) -> Verdict:
         return ACCEPTED
 
-    def produce(self, semantics, inputs, scale) -> torch.Tensor:
+    def produce(self, semantics, inputs, emission):
         raise AssertionError("a plan runs nothing")
+
+
+class UpTo64(Fake):
+    def supports(self, request) -> Verdict:
+        return check_rank(request)
 
 
 def kernel(key=FP8_STATIC_TENSOR, scale: float = 0.5):
@@ -67,6 +73,10 @@ class World:
         self.fast = Fake("fast")
         self.producers.register("silu_mul", FP8_STATIC_TENSOR, Route.FUSED, Fake("gpu", "no GPU"))
         self.producers.register("silu_mul", FP8_STATIC_TENSOR, Route.FUSED, self.fast)
+        self.raw = Fake("raw")
+        self.producers.register("silu_mul", FP8_STATIC_TENSOR, Route.DUAL, self.raw)
+        self.small = UpTo64("small")
+        self.producers.register("silu_mul", FP8_STATIC_TENSOR, Route.ABSORBED, self.small)
         self.planner = self.planner_of(policy, slots=slots)
 
     def site(self, index: int, name: str, consumers: tuple[str, ...], **changes) -> Site:
@@ -85,13 +95,14 @@ class World:
             CPU,
             make_policy(policy),
             adapters_possible=slots,
+            lora_dtype=torch.bfloat16,
             force=force,
         )
 
-    def load(self, key: int, name: str, *layers: str) -> None:
+    def load(self, key: int, name: str, *layers: str, rank: int | None = None) -> None:
+        holder = Holder(name, shrink_rank=rank)
         changes = {
-            n: {**self.registry.branches(self.registry.layers[n]), key: Holder(name)}
-            for n in layers
+            n: {**self.registry.branches(self.registry.layers[n]), key: holder} for n in layers
         }
         self.registry.set_branches(changes, f"adapter '{name}' was loaded")
 
@@ -132,6 +143,63 @@ def test_one_raw_reader_decides_for_the_whole_site_and_is_blamed():
     assert both.routes == (Route.UNFUSED, Route.UNFUSED)
     assert both.adapters == ("chat", "sql")
     assert world.planner.plan({}).routes == (Route.FUSED, Route.FUSED)
+
+
+def test_dual_serves_both_where_only_adapters_read():
+    world = World("dual")
+    world.load(7, "sql", "k")
+    plan = world.planner.plan({7: "sql"})
+    assert plan.routes == (Route.FUSED, Route.DUAL)
+    assert plan.producers == (world.fast, world.raw)
+    assert "raw rows for adapter 'sql' on k" in plan.sites[1].reason
+    with world.registry.layers["q"].register_forward_pre_hook(log_inputs):
+        hooked = world.planner.plan({7: "sql"}).sites[1]
+    assert hooked.route is Route.UNFUSED
+    assert "log_inputs" in hooked.reason
+
+
+def test_absorbed_serves_lora_up_to_rank_64():
+    world = World("absorbed")
+    world.load(7, "sql", "k", rank=16)
+    world.load(8, "big", "q", rank=65)
+    world.load(9, "other", "q")
+    plan = world.planner.plan({7: "sql"})
+    assert plan.routes == (Route.FUSED, Route.ABSORBED)
+    assert plan.producers == (world.fast, world.small)
+    assert plan.shrink_ranks == (0, 0, 16)
+    big = world.planner.plan({7: "sql", 8: "big"})
+    assert big.routes[1] is Route.DUAL
+    assert big.producers[1] is world.raw
+    assert big.shrink_ranks == (0, 65, 16)
+    assert big.sites[1].rejected == (
+        Rejection("small", "ranks up to 64 are absorbed, the highest live rank is 65"),
+    )
+    assert "not absorbed" in big.sites[1].reason
+    other = world.planner.plan({7: "sql", 9: "other"}).sites[1]
+    assert other.route is Route.DUAL
+    assert "no LoRA shrink: adapter 'other' on q" in other.reason
+
+
+def test_a_route_is_not_emulated_where_the_site_could_be_served_truly():
+    world = World("absorbed")
+    world.small.emulated = True
+    world.load(7, "sql", "k", rank=16)
+    site = world.planner.plan({7: "sql"}).sites[1]
+    assert (site.route, site.producer) == (Route.DUAL, "raw")
+    assert "only emulated" in site.reason
+    world.fast.emulated = True
+    assert world.planner_of("absorbed").plan({7: "sql"}).routes[1] is Route.ABSORBED
+
+
+def test_what_nobody_serves_is_unfused_with_all_reasons():
+    world = World("absorbed")
+    world.raw.reason = "no raw here"
+    world.load(8, "big", "q", rank=65)
+    site = world.planner.plan({8: "big"}).sites[1]
+    assert site.route is Route.UNFUSED
+    assert [r.name for r in site.rejected] == ["small", "raw"]
+    for part in ("read raw by adapter 'big'", "not absorbed", "not dual"):
+        assert part in site.reason
 
 
 def test_static_fuses_only_what_can_never_carry_an_adapter():

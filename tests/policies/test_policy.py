@@ -7,7 +7,14 @@ import pytest
 from branchline.core.errors import ConfigError
 from branchline.core.route import Route
 from branchline.linear.registry import RawReader
-from branchline.policies.policy import DynamicPolicy, SiteState, StaticPolicy, make_policy
+from branchline.policies.policy import (
+    AbsorbedPolicy,
+    DualPolicy,
+    DynamicPolicy,
+    SiteState,
+    StaticPolicy,
+    make_policy,
+)
 
 BRANCH = RawReader("branch", "sql", "layers.3.mlp.down_proj")
 HOOK = RawReader("hook", "log_inputs", "layers.3.mlp.up_proj")
@@ -39,7 +46,37 @@ def test_static_never_fuses_what_may_carry_an_adapter():
     assert "log_inputs" in policy.choose(SiteState((HOOK,), False))[0].reason
 
 
-@pytest.mark.parametrize(("name", "cls"), [("dynamic", DynamicPolicy), ("static", StaticPolicy)])
+LORA = RawReader("branch", "chat", "layers.3.mlp.down_proj", shrink_rank=16)
+
+
+def routes(policy, *readers: RawReader) -> list[Route]:
+    return [choice.route for choice in policy.choose(SiteState(readers, True))]
+
+
+def test_dual_prefers_raw_beside_the_codes_where_only_branches_read():
+    assert routes(DualPolicy()) == [Route.FUSED]
+    assert routes(DualPolicy(), BRANCH, LORA) == [Route.DUAL, Route.UNFUSED]
+    assert routes(DualPolicy(), BRANCH, HOOK) == [Route.UNFUSED]
+
+
+def test_absorbed_takes_lora_alone():
+    assert routes(AbsorbedPolicy()) == [Route.FUSED]
+    assert routes(AbsorbedPolicy(), LORA) == [Route.ABSORBED, Route.DUAL, Route.UNFUSED]
+    assert routes(AbsorbedPolicy(), LORA, BRANCH) == [Route.DUAL, Route.UNFUSED]
+    assert routes(AbsorbedPolicy(), LORA, HOOK) == [Route.UNFUSED]
+    choice = AbsorbedPolicy().choose(SiteState((LORA, BRANCH), True))[0]
+    assert "no LoRA shrink: adapter 'sql'" in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("name", "cls"),
+    [
+        ("dynamic", DynamicPolicy),
+        ("static", StaticPolicy),
+        ("dual", DualPolicy),
+        ("absorbed", AbsorbedPolicy),
+    ],
+)
 def test_policies_by_name(name, cls):
     policy = make_policy(name)
     assert type(policy) is cls

@@ -16,10 +16,26 @@ def _fresh_dynamo():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("family_name", ["llama", "phi3", "nemotron", "gemma3"])
-def test_one_frame_for_an_mlp_whatever_is_live(make_family, family_name):
+SETTINGS = [
+    {"quant": quant, "policy": policy}
+    for quant in ("fp8-static", "fp8-dynamic")
+    for policy in ("dynamic", "dual", "absorbed")
+]
+
+
+@pytest.mark.parametrize(
+    ("family_name", "settings"),
+    [
+        *(("llama", settings) for settings in SETTINGS),
+        ("phi3", SETTINGS[0]),
+        ("nemotron", SETTINGS[5]),
+        ("gemma3", SETTINGS[2]),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "-".join(v.values()),
+)
+def test_one_frame_for_an_mlp_whatever_is_live(make_family, family_name, settings):
     family = make_family(family_name)
-    served = family.served()
+    served = family.served(**settings)
     mlp = served.model.model.layers[0].mlp
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(mlp, fullgraph=True, dynamic=True, backend=counter)
@@ -36,8 +52,9 @@ def test_one_frame_for_an_mlp_whatever_is_live(make_family, family_name):
     assert counter.frame_count == 1
 
 
-def test_the_whole_model_compiles_once(llama):
-    served = llama.served()
+@pytest.mark.parametrize("settings", SETTINGS[::2], ids=lambda s: "-".join(s.values()))
+def test_the_whole_model_compiles_once(llama, settings):
+    served = llama.served(**settings)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(served.model, fullgraph=True, dynamic=True, backend=counter)
     ids = token_ids(3, 9)
@@ -49,8 +66,9 @@ def test_the_whole_model_compiles_once(llama):
     assert counter.frame_count == frames
 
 
-def test_inductor_gives_the_same_bytes(llama):
-    served = llama.served()
+@pytest.mark.parametrize("settings", SETTINGS[::5], ids=lambda s: "-".join(s.values()))
+def test_inductor_gives_the_same_bytes(llama, settings):
+    served = llama.served(**settings)
     mlp = served.model.model.layers[0].mlp
     compiled = torch.compile(mlp, fullgraph=True, dynamic=True)
     x = torch.randn(3, 17, 64).to(torch.bfloat16)
@@ -63,8 +81,8 @@ def test_custom_ops_pass_opcheck(llama):
     site = served.discovery.sites[0]
     layer = site.layers[0]
     gate, up = (torch.randn(2, 5, 128).to(torch.bfloat16) for _ in range(2))
-    # A site writes one of its two outputs.  The fourth check compares both, so it is left to the
-    # tests above, which compare what is computed from the written one.
+    # A site writes some of its outputs.  The fourth check compares all, so it is left to the tests
+    # above, which compare what is computed from the written ones.
     torch.library.opcheck(
         torch.ops.branchline.site.default,
         ([gate, up], site.handle),
@@ -72,5 +90,5 @@ def test_custom_ops_pass_opcheck(llama):
     )
     torch.library.opcheck(
         torch.ops.branchline.routed_linear.default,
-        (gate, None, layer.handle, -1, layer.out_features),
+        (gate, [], layer.handle, 0, layer.out_features),
     )

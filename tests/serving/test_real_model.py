@@ -12,7 +12,7 @@ import torch
 
 import branchline
 from branchline.fusion import Route
-from tests.serving.test_routes import assert_same_bytes, routes_ran
+from tests.serving.test_routes import assert_same_bytes, routes_ran, total
 
 pytestmark = pytest.mark.real_model
 
@@ -69,9 +69,10 @@ def wrap(prompts):
 
     def make(**settings):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-        settings.setdefault("calibration", [dict(prompts([text])) for text in CALIBRATION])
+        if settings.setdefault("quant", "fp8-static") == "fp8-static":
+            settings.setdefault("calibration", [dict(prompts([text])) for text in CALIBRATION])
         with torch.no_grad():
-            return branchline.wrap(model, quant="fp8-static", **settings)
+            return branchline.wrap(model, **settings)
 
     return make
 
@@ -149,14 +150,35 @@ def test_routes_follow_the_targets(served, prompts):
         }
 
 
-def test_static_and_dynamic_are_bitwise_equal(served, wrap, prompts):
-    static = wrap(policy="static", calibration=served.calibration)
-    for name in ("shout", "json", "pirate"):
-        static.adapters.load(name, EXAMPLES / "adapters" / name)
+BATCHES = ([None] * 3, ["shout", None, None], ["shout", "json", "pirate"])
+
+
+@pytest.mark.parametrize("quant", ["fp8-static", "fp8-dynamic"])
+def test_all_policies_are_bitwise_equal(served, wrap, prompts, quant):
     batch = prompts(QUESTIONS)
-    for names in ([None] * 3, ["shout", None, None], ["shout", "json", "pirate"]):
-        with served.adapters.rows(names), static.adapters.rows(names):
-            assert_same_bytes(served(**batch).logits, static(**batch).logits)
+    saved = {"calibration": served.calibration} if quant == "fp8-static" else {}
+    wanted = None
+    for policy, with_adapters in (
+        ("static", Route.UNFUSED),
+        ("dynamic", Route.UNFUSED),
+        ("dual", Route.DUAL),
+        ("absorbed", Route.ABSORBED),
+    ):
+        model = wrap(policy=policy, quant=quant, **saved)
+        for name in ("shout", "json", "pirate"):
+            model.adapters.load(name, EXAMPLES / "adapters" / name)
+        logits = []
+        for names in BATCHES:
+            with model.adapters.rows(names):
+                logits.append(model(**batch).logits)
+        wanted = wanted or logits
+        for ours, theirs in zip(logits, wanted, strict=True):
+            assert_same_bytes(ours, theirs)
+        ran = total(routes_ran(model))
+        without = {} if policy == "static" else {Route.FUSED: LAYERS * 5}
+        assert ran == {**without, with_adapters: LAYERS * (9 if policy == "static" else 4)}
+        producers = {s.producer for s in model.planner.plan({}).sites if s.producer}
+        assert producers == (set() if policy == "static" else {"native"})
 
 
 def test_base_rows_are_the_base_model_after_everything(served, wrap, prompts):

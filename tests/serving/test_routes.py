@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 
 import pytest
 import torch
 
+from branchline.core.errors import BatchError
 from branchline.fusion import Route
-from tests.models import token_ids
+from tests.models import save_adapter, token_ids
 
 BATCHES = [
     [None, None, None],
@@ -34,24 +36,137 @@ def routes_ran(model) -> dict[str, dict[Route, int]]:
     return out
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_static_and_dynamic_give_the_same_bytes(family, dtype):
-    ids = token_ids(3, 9)
-    dynamic = family.served(dtype)
-    static = family.served(dtype, policy="static", calibration=dynamic.calibration)
-    fused = 0
-    for names in BATCHES:
-        with dynamic.adapters.rows(names), static.adapters.rows(names):
-            assert_same_bytes(dynamic(ids).logits, static(ids).logits)
-        fused += sum(entry.get(Route.FUSED, 0) for entry in routes_ran(dynamic).values())
-        assert all(Route.FUSED not in entry for entry in routes_ran(static).values())
-    # GPT-2 has LayerNorms and its own GELU: no producer yet, and the audit says so.
-    assert fused > 0 or family.name == "gpt2"
-
-
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("quant", ["fp8-static", "fp8-dynamic"])
-def test_a_row_does_not_depend_on_its_neighbours(family, quant):
-    served = family.served(quant=quant)
+def test_all_policies_give_the_same_bytes(family, dtype, quant):
+    ids = token_ids(3, 9)
+    static = family.served(dtype, quant=quant, policy="static")
+    wanted = []
+    for names in BATCHES:
+        with static.adapters.rows(names):
+            wanted.append(static(ids).logits)
+    assert set(total(routes_ran(static))) == {Route.UNFUSED}
+    saved = {"calibration": static.calibration} if static.calibration else {}
+    for policy, with_adapters in (
+        ("dynamic", Route.UNFUSED),
+        ("dual", Route.DUAL),
+        ("absorbed", Route.ABSORBED),
+    ):
+        served = family.served(dtype, quant=quant, policy=policy, **saved)
+        for names, logits in zip(BATCHES, wanted, strict=True):
+            with served.adapters.rows(names):
+                assert_same_bytes(served(ids).logits, logits)
+            ran = total(routes_ran(served))
+            assert set(ran) <= {Route.FUSED, with_adapters}, ran
+            assert ran[Route.FUSED] > 0 or "all" in names
+            assert bool(ran[with_adapters]) == any(names)
+            assert not any(site.counters.fallbacks() for site in served.discovery.sites)
+
+
+def test_a_row_mask_decides_which_raw_rows_are_written(llama):
+    served = llama.served(policy="dual")
+    site = next(s for s in served.discovery.sites if s.facts.kind == "norm")
+    x = torch.randn(3, 5, 64).bfloat16()
+    weight = torch.ones(64, dtype=torch.bfloat16)
+    with served.adapters.rows(["mlp", "attn", None]) as batch:
+        out = site(x, weight)
+        assert out.raw.rows.tolist() == [False, True, False]
+        assert not out.raw.compact
+        assert site.emission(batch) is site.emission(batch)
+        assert torch.equal(out.raw.values[1], site.compute_raw(x, weight)[1])
+
+
+class OutputOnly:
+    """A branch that wants its raw rows one after the other."""
+
+    compact_raw = True
+
+    def __init__(self) -> None:
+        self.seen = []
+
+    def add(self, out, x, slots):
+        self.seen.append(x.raw())
+        return out
+
+    def shrink_request(self, slots, rank):
+        raise AssertionError("absorbs nothing")
+
+
+def test_a_consumer_may_take_its_raw_rows_compacted(llama):
+    served = llama.served(policy="dual")
+    ids = token_ids(3, 9)
+    layers = [served.registry.layers[f"model.layers.0.self_attn.{n}_proj"] for n in "qv"]
+    branches = [OutputOnly() for _ in layers]
+    for layer, branch in zip(layers, branches, strict=True):
+        layer.branch = branch
+    with served.adapters.rows(["mlp", "attn", None]):
+        served(ids)
+    for branch in branches:
+        (raw,) = branch.seen
+        assert raw.compact
+        assert raw.rows.tolist() == [False, True, False]
+        assert raw.values.shape == (9, 64)
+
+
+@pytest.mark.parametrize("policy", ["dual", "absorbed"])
+def test_ranks_beyond_64_are_served_dual(llama, policy, tmp_path):
+    folder = save_adapter(llama.plain(), tmp_path, ["q_proj", "v_proj"], rank=65, seed=4)
+    ids = token_ids(2, 9)
+    static = llama.wrap(policy="static", max_lora_rank=80)
+    served = llama.wrap(policy=policy, max_lora_rank=80, calibration=static.calibration)
+    for model in (static, served):
+        model.adapters.load("big", folder)
+        model.adapters.load("small", llama.folders["attn"])
+    routes = {}
+    for names in (["big", None], ["small", None], ["small", "big"]):
+        with static.adapters.rows(names), served.adapters.rows(names):
+            assert_same_bytes(served(ids).logits, static(ids).logits)
+        routes[names[-1] or names[0]] = set(routes_ran(served)["input_layernorm"])
+    small = Route.ABSORBED if policy == "absorbed" else Route.DUAL
+    assert routes == {"big": {Route.DUAL}, "small": {small}}
+    text = str(served.audit())
+    if policy == "absorbed":
+        assert "ranks up to 64 are absorbed, the highest live rank is 65" in " ".join(text.split())
+
+
+@pytest.mark.parametrize("policy", ["dual", "absorbed"])
+def test_a_hook_beside_an_adapter_makes_its_site_raw(llama, policy):
+    served = llama.served(policy=policy)
+    ids = token_ids(2, 9)
+    with served.adapters.rows(["attn", None]):
+        wanted = served(ids).logits
+    seen = []
+    layer = served.registry.layers["model.layers.0.self_attn.k_proj"]
+    with (
+        layer.register_forward_pre_hook(lambda module, args: seen.append(args[0])),
+        served.adapters.rows(["attn", None]),
+    ):
+        assert_same_bytes(served(ids).logits, wanted)
+    assert isinstance(seen[0], torch.Tensor)
+
+
+def test_routes_may_not_run_under_another_number_of_rows(llama):
+    for policy in ("dual", "absorbed"):
+        served = llama.served(policy=policy)
+        layer = served.model.model.layers[0]
+        with (
+            served.adapters.rows(["attn", None]),
+            pytest.raises(BatchError, match="names 2 rows"),
+        ):
+            layer.input_layernorm(torch.randn(3, 5, 64).bfloat16())
+
+
+def total(ran: dict[str, dict[Route, int]]) -> Counter[Route]:
+    out: Counter[Route] = Counter()
+    for entry in ran.values():
+        out.update(entry)
+    return out
+
+
+@pytest.mark.parametrize("policy", ["dynamic", "dual", "absorbed"])
+@pytest.mark.parametrize("quant", ["fp8-static", "fp8-dynamic"])
+def test_a_row_does_not_depend_on_its_neighbours(family, quant, policy):
+    served = family.served(quant=quant, policy=policy)
     row = token_ids(1, 9, seed=5)
     seen: dict[str | None, torch.Tensor] = {}
     for name, neighbours in itertools.product(
