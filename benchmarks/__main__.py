@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks.producers import gated, norm, unary
+from benchmarks.producers import activation, norm, routes
 from branchline.core import native
 
 
@@ -18,7 +18,7 @@ def main() -> None:
         print(f"nothing to compare: the C kernels are absent ({library.reason})")
         return
     print(f"C kernels on {library.isa}")
-    for module in (unary, gated, norm):
+    for module in (activation, norm, routes):
         module.run(short)
 
 

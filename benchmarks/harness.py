@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import statistics
 import time
 from collections.abc import Callable
@@ -9,8 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
+from branchline.core import QuantKey, quantize
+from branchline.linear.contract import InputContract, InputScale
+
 THREADS = 2
 SCALE = 0.0371
+GLOBAL_SCALE = 2.7e-3
 
 
 class ResultsDifferError(AssertionError):
@@ -73,12 +78,51 @@ def report_time_of(
 def _print(label: str, found: Comparison, verdict: str) -> None:
     medians = map(statistics.median, (found.ours, found.theirs))
     ours, theirs = (f"{seconds * 1e6:9.1f} us" for seconds in medians)
-    print(f"{label:<44}{ours} against{theirs}   {verdict}", flush=True)
+    print(f"{label:<58}{ours} against{theirs}   {verdict}", flush=True)
+
+
+def say(text: str) -> None:
+    """Print a line at once."""
+    print(text, flush=True)
+
+
+def contract_for(key: QuantKey) -> InputContract:
+    """A consumer of `key`."""
+    return InputContract(
+        key,
+        InputScale.checked(SCALE, "benchmark") if key.static else None,
+        InputScale.checked(GLOBAL_SCALE, "benchmark") if key.global_scale else None,
+    )
+
+
+def eager_codes(raw: torch.Tensor, key: QuantKey) -> torch.Tensor:
+    """Codes of a raw activation by torch's own ops."""
+    scale, given = torch.tensor([SCALE]), torch.tensor([GLOBAL_SCALE])
+    return quantize(
+        raw,
+        key,
+        static_scale=scale if key.static else None,
+        global_scale=given if key.global_scale else None,
+    ).codes
+
+
+def _keep_freed_memory() -> None:
+    """Let the allocator keep what is freed, as it does in a process that has run for a while.
+
+    Otherwise it decides from one size to the next whether to give memory back, and the page faults
+    of getting it again cost several times what any kernel here does, on both sides.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # glibc
+        trim_threshold, mmap_threshold = -1, -3
+        libc.mallopt(mmap_threshold, 2**30)
+        libc.mallopt(trim_threshold, 2**31 - 1)
 
 
 def begin(title: str) -> None:
     """Set the number of threads, and say what and how is measured."""
     torch.set_num_threads(THREADS)
+    _keep_freed_memory()
     print(f"\n{title}: medians, {THREADS} threads, alternating")
 
 

@@ -132,6 +132,7 @@ def load() -> tuple[ServedModel, Any]:
     served = wrap(
         model,
         quant="fp8-static",
+        policy="absorbed",
         calibration=[encode(tokenizer, list(CALIBRATION))],
     )
     sites = len(served.audit().sites)
@@ -166,32 +167,45 @@ def mixed_batch(served: ServedModel, tokenizer: Any) -> None:
 def fused_where_possible(
     served: ServedModel, tokenizer: Any, before: bytes, first: Counter[str]
 ) -> None:
-    heading("4. Every batch is fused where its own adapters allow it")
+    heading("4. Every batch stays fused")
     batches: tuple[tuple[str | None, ...], ...] = (
         (None, "shout", "shout", "shout"),
         (None, "json", "json", "json"),
         NAMES,
     )
-    table = Table("other rows of the batch", "sites fused", "unfused", "base row's logits")
-    table.add_row("base model", str(first["fused"]), str(first["unfused"]), "(before)")
+    routes = ("fused", "absorbed", "unfused")
+    table = Table("other rows of the batch", *(f"sites {r}" for r in routes), "base row's logits")
+    table.add_row("base model", *(str(first[route]) for route in routes), "(before)")
     for names in batches:
         earlier = calls(served)
         check(base_row_logits(served, tokenizer, names) == before, "the base row has changed")
         ran = calls(served) - earlier
         others = ", ".join(dict.fromkeys(name or "base model" for name in names[1:]))
-        table.add_row(others, str(ran["fused"]), str(ran["unfused"]), "the same bytes")
+        table.add_row(others, *(str(ran[route]) for route in routes), "the same bytes")
     console.print(table)
     say(
         f"Row 0 asks the base model each time. All {len(before):,} bytes of its logits are what "
         "they were before any adapter was loaded, whatever its neighbours are and however the "
         "sites ran."
     )
-    static = served.audit(adapter_sets=[()], policy="static")
-    fused = sum(site.routes[0].route == "fused" for site in static.sites)
     say(
-        "Under the policy that decides once and for all, never to fuse where an adapter may ever "
-        f"be, each of these batches would have {fused} fused sites."
+        "A site that is absorbed rounds to FP8 on the spot too, and multiplies what the adapters "
+        "would have to read with their first matrix in the same kernel. What other policies would "
+        "make of the last batch:"
     )
+    console.print(policies(served))
+
+
+def policies(served: ServedModel) -> Table:
+    """Planned routes of the mixed batch, by policy."""
+    routes = ("fused", "absorbed", "dual", "unfused")
+    table = Table("policy", *(f"sites {route}" for route in routes))
+    names = [name for name in NAMES if name is not None]
+    for policy in ("static", "dynamic", "dual", "absorbed"):
+        report = served.audit(adapter_sets=[names], policy=policy)
+        planned = Counter(site.routes[0].route for site in report.sites)
+        table.add_row(policy, *(str(planned[route]) for route in routes))
+    return table
 
 
 def calls(served: ServedModel) -> Counter[str]:

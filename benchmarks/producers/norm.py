@@ -1,53 +1,47 @@
-"""RMSNorm -> static FP8: the C kernel against the eager norm and quantiser."""
+"""Norms and static FP8: the C kernel against the eager norm and quantiser."""
 
 from __future__ import annotations
 
 import torch
 
 from benchmarks.harness import (
-    SCALE,
     begin,
+    contract_for,
+    eager_codes,
     random_bf16,
     report_speedup,
     report_time_of,
     rounds_for,
 )
-from branchline.core.oracle import NormSemantics, quantize_static, rms_norm
-from branchline.fusion.producers.norm import NativeRmsNorm
-from branchline.linear.contract import InputScale
+from branchline.core import FP8_STATIC_TENSOR
+from branchline.core.oracle import NORM_ORDERS, NormSemantics, norm
+from branchline.fusion.producers.base import Emission
+from branchline.fusion.producers.norm import NativeNorm
 
-SHAPES = ((512, 11264), (1, 11264))
-EPS = 1e-5
-
-
-def _module_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """As model code has it; the mean in float32, so a code may differ now and then."""
-    wide = x.float()
-    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
-    return weight * normed.to(x.dtype)
+SHAPES = ((512, 4096), (1, 4096))
 
 
 def run(short: bool = False) -> None:
     """Print the comparison at each shape."""
-    begin("RMSNorm and static FP8")
-    semantics, producer = NormSemantics("llama", EPS), NativeRmsNorm()
-    scale = InputScale.checked(SCALE, "benchmark")
+    begin("norms and static FP8")
+    emission, producer = Emission(contract_for(FP8_STATIC_TENSOR)), NativeNorm()
     for rows, columns in SHAPES:
-        x, weight = random_bf16(rows, columns), random_bf16(columns, seed=1)
-        rounds = rounds_for(rows, short)
+        x, residual = random_bf16(rows, columns), random_bf16(rows, columns, seed=2)
+        weight = random_bf16(columns, seed=1)
+        for order in NORM_ORDERS:
+            for added in (False, True):
+                semantics = NormSemantics(order, 1e-6, residual=added)
+                inputs = (x, residual, weight) if added else (x, weight)
 
-        def native(x: torch.Tensor = x, weight: torch.Tensor = weight) -> torch.Tensor:
-            return producer.codes(semantics, (x, weight), scale)
+                def native(semantics=semantics, inputs=inputs) -> torch.Tensor:
+                    return producer.produce(semantics, inputs, emission).activation.codes
 
-        def eager(x: torch.Tensor = x, weight: torch.Tensor = weight) -> torch.Tensor:
-            return quantize_static(rms_norm(semantics, x, weight), scale.value)
+                def eager(semantics=semantics, inputs=inputs) -> torch.Tensor:
+                    return eager_codes(norm(semantics, inputs).out, FP8_STATIC_TENSOR)
 
-        def module(x: torch.Tensor = x, weight: torch.Tensor = weight) -> torch.Tensor:
-            return quantize_static(_module_norm(x, weight), scale.value)
-
-        report_speedup(f"{rows}x{columns} C against eager (float64 mean)", native, eager, rounds)
-        report_time_of(f"{rows}x{columns} C against float32 mean", native, module, rounds)
-        report_time_of(f"{rows}x{columns} C against x.clone()", native, x.clone, rounds)
+                label, rounds = f"{rows}x{columns} {semantics}", rounds_for(rows, short)
+                report_speedup(f"{label} against eager", native, eager, rounds)
+                report_time_of(f"{label} against clone()", native, x.clone, rounds)
 
 
 if __name__ == "__main__":

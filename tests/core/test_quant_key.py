@@ -5,6 +5,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from branchline.core import quant_key
 from branchline.core.errors import ConfigError
@@ -15,6 +17,7 @@ from branchline.core.quant_key import (
     QuantKey,
     ScaleFormat,
     ScaleLayout,
+    parse_key,
 )
 
 FP8 = torch.float8_e4m3fn
@@ -23,6 +26,7 @@ FP4 = torch.float4_e2m1fn_x2
 NAMED = {
     "FP8_STATIC_TENSOR": "fp8-static-tensor",
     "FP8_DYNAMIC_TOKEN": "fp8-dynamic-token",
+    "FP8_DYNAMIC_TOKEN_UE8M0": "fp8-dynamic-token-ue8m0",
     "FP8_DYNAMIC_GROUP128": "fp8-dynamic-group128",
     "FP8_DYNAMIC_GROUP128_UE8M0": "fp8-dynamic-group128-ue8m0",
     "MXFP8": "fp8-dynamic-group32-ue8m0",
@@ -262,6 +266,115 @@ def test_swizzled_scales_fill_whole_tiles(shape, expected):
     assert math.prod(expected) % 512 == 0
 
 
-def test_column_major_does_not_change_the_shape():
-    key = group_key(layout=ScaleLayout.COLUMN_MAJOR)
-    assert key.scale_shape((3, 300)) == (3, 3)
+@pytest.mark.parametrize(
+    ("shape", "expected"), [((3, 300), (3, 3)), ((2, 3, 300), (6, 3)), ((300,), (1, 3))]
+)
+def test_column_major_scales_are_two_dimensional(shape, expected):
+    assert group_key(layout=ScaleLayout.COLUMN_MAJOR).scale_shape(shape) == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"), [((2, 3, 130), (8, 1)), ((130,), (4, 1)), ((0, 7), (0, 1))]
+)
+def test_scales_of_padded_rows_are_padded_like_the_codes(shape, expected):
+    key = token_key(row_multiple=4)
+    assert key.scale_shape(shape) == expected
+    assert key.code_shape(shape)[0] == expected[0]
+
+
+def test_padded_groups_alone_keep_the_leading_dimensions():
+    assert group_key(scale_multiple=4).scale_shape((2, 3, 513)) == (2, 3, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "epilogue"),
+    [
+        ("FP8_STATIC_TENSOR", "static"),
+        ("FP8_DYNAMIC_TOKEN", "token"),
+        ("FP8_DYNAMIC_TOKEN_UE8M0", "token"),
+        ("FP8_DYNAMIC_GROUP128_UE8M0", "group"),
+        ("MXFP8", "group"),
+        ("NVFP4", "nvfp4"),
+    ],
+)
+def test_epilogue(name, epilogue):
+    assert getattr(quant_key, name).epilogue == epilogue
+
+
+@pytest.mark.parametrize("key", quant_key.KEYS, ids=str)
+def test_named_keys_are_plain_and_what_is_laid_out_is_not(key):
+    assert key.plain() == key
+    assert not key.arranged
+    assert not key.flat
+    padded = dataclasses.replace(key, row_multiple=4)
+    assert padded.arranged
+    assert padded.flat
+    assert padded.plain() == key
+
+
+# --- text and back -----------------------------------------------------------------------------
+
+
+@st.composite
+def keys(draw) -> QuantKey:
+    plain = draw(st.sampled_from(quant_key.KEYS))
+    changes: dict = {"row_multiple": draw(st.integers(1, 4096))}
+    if plain.granularity.kind == "group":
+        changes["layout"] = draw(st.sampled_from(ScaleLayout))
+        changes["scale_multiple"] = draw(st.integers(1, 4096))
+        if not plain.global_scale:
+            changes["granularity"] = Granularity("group", draw(st.integers(1, 10**8)))
+    if plain.scale_format == ScaleFormat.UE8M0:
+        changes["scale_dtype"] = draw(st.sampled_from([torch.float32, torch.float8_e8m0fnu]))
+    return dataclasses.replace(plain, **changes)
+
+
+@given(keys())
+def test_a_key_is_read_from_its_own_text(key):
+    assert parse_key(str(key)) == key
+
+
+@given(st.text(alphabet="fp48-statictensordynamicgroupue0m%1", max_size=60) | st.text(max_size=20))
+def test_what_is_read_prints_as_it_was(text):
+    try:
+        key = parse_key(text)
+    except ConfigError:
+        return
+    assert str(key) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "fp8",
+        "fp8-static-tensor ",
+        "FP8-static-tensor",
+        "fp8-static-tensor-rows%1",
+        "fp8-dynamic-group0128",
+        "fp8-dynamic-group" + "1" * 5000,
+        "fp8-dynamic-group128-float32",
+        "fp8-dynamic-group128-row-major",
+        "fp8-dynamic-group128-scales%4-rows%4",
+    ],
+)
+def test_another_text_is_refused_with_what_is_known(text):
+    with pytest.raises(ConfigError) as caught:
+        parse_key(text)
+    assert all(str(key) in caught.value.remedy for key in quant_key.KEYS)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("fp8-dynamic-tensor", "neighbours"),
+        ("fp8-static-token", "per tensor"),
+        ("fp8-dynamic-token3", "only a group has a size"),
+        ("fp8-dynamic-group", "only a group has a size"),
+        ("fp4-dynamic-group32-e4m3-global", "NVFP4"),
+        ("fp8-dynamic-token-column-major", "block scales"),
+    ],
+)
+def test_a_text_of_no_possible_key_is_refused_with_the_reason(text, reason):
+    with pytest.raises(ConfigError, match=reason):
+        parse_key(text)

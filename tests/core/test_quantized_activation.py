@@ -33,7 +33,11 @@ from branchline.core.quant_key import (
     ScaleFormat,
     ScaleLayout,
 )
-from branchline.core.quantized_activation import QuantizedActivation, as_quantized_activation
+from branchline.core.quantized_activation import (
+    QuantizedActivation,
+    RawOutput,
+    as_quantized_activation,
+)
 
 PRODUCER = "native silu_mul"
 
@@ -71,9 +75,16 @@ def rebuilt(q: QuantizedActivation, **changes: object) -> QuantizedActivation:
         ({"scale": torch.tensor(1.0)}, "scale"),
         ({"scale": torch.ones(2)}, "scale"),
         ({"scale": torch.ones(1, device="meta")}, "meta"),
-        ({"raw": torch.zeros(2, 3, 8)}, "raw"),
-        ({"raw": torch.zeros(2, 3, 4, dtype=torch.bfloat16)}, "raw"),
-        ({"raw": torch.zeros(2, 3, 8, dtype=torch.bfloat16, device="meta")}, "raw"),
+        ({"raw": RawOutput(torch.zeros(2, 3, 8))}, "raw"),
+        ({"raw": RawOutput(torch.zeros(2, 3, 4, dtype=torch.bfloat16))}, "raw"),
+        ({"raw": RawOutput(torch.zeros(2, 3, 8, dtype=torch.bfloat16, device="meta"))}, "raw"),
+        ({"raw": RawOutput(torch.zeros(6, 8, dtype=torch.bfloat16))}, "raw"),
+        ({"raw": RawOutput(torch.zeros(2, 3, 8, dtype=torch.bfloat16), compact=True)}, "raw"),
+        ({"raw": RawOutput(torch.zeros(3, 7, dtype=torch.bfloat16), compact=True)}, "raw"),
+        ({"shrunk": {"down": torch.zeros(6, 4, dtype=torch.bfloat16)}}, "shrunk rows of down"),
+        ({"shrunk": {"down": torch.zeros(5, 4)}}, "shrunk rows of down"),
+        ({"shrunk": {"down": torch.zeros(2, 3, 4)}}, "shrunk rows of down"),
+        ({"shrunk": {"down": torch.zeros(6, 4, device="meta")}}, "meta"),
         ({"orig_dtype": torch.int32}, "int32"),
         ({"orig_dtype": torch.float8_e4m3fn}, "float8_e4m3fn"),
         ({"orig_dtype": torch.bool}, "bool"),
@@ -142,14 +153,15 @@ def test_column_major_scales_lie_in_columns():
         rebuilt(q, scale=torch.ones(4, 3))
 
 
-def test_column_major_of_one_row_without_dimension_stays_a_typed_error_or_works():
-    codes = torch.zeros(256).to(torch.float8_e4m3fn)
-    scale = torch.ones(2)
-    try:
-        q = QuantizedActivation(codes, scale, torch.bfloat16, torch.Size((256,)), column_major())
-    except MalformedActivationError:
-        return
+@pytest.mark.parametrize("shape", [(256,), (2, 3, 256)], ids=str)
+def test_column_major_scales_are_of_two_dimensions_whatever_the_activation(shape):
+    codes = torch.zeros(shape).to(torch.float8_e4m3fn)
+    rows = codes.shape[:-1].numel()
+    scale = torch.ones(2, rows).mT
+    q = QuantizedActivation(codes, scale, torch.bfloat16, codes.shape, column_major())
     assert q.scale is scale
+    with pytest.raises(MalformedActivationError, match="scale"):
+        rebuilt(q, scale=torch.ones(*shape[:-1], 2, 1))
 
 
 @pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(QuantizedActivation)])
@@ -359,9 +371,31 @@ def test_raw_beside_codes_does_not_open_the_door(raw):
 
 def test_raw_is_handed_to_whoever_asks_by_name():
     q = static(raw=True)
-    assert q.require_raw("adapter branch") is q.raw
-    with pytest.raises(RawConsumerError, match=r"adapter branch.*native silu_mul"):
-        static().require_raw("adapter branch")
+    assert q.require_raw("adapter branch") is q.raw.values
+    assert q.require_raw_rows("adapter branch") is q.raw
+    for ask in (static().require_raw, static().require_raw_rows):
+        with pytest.raises(RawConsumerError, match=r"adapter branch.*native silu_mul"):
+            ask("adapter branch")
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_some_raw_rows_are_for_whoever_asks_for_those_only(compact):
+    values = torch.zeros((3, 8) if compact else (2, 3, 8), dtype=torch.bfloat16)
+    q = rebuilt(static(), raw=RawOutput(values, torch.tensor([True, False]), compact))
+    assert q.require_raw_rows("adapter branch").values is values
+    with pytest.raises(RawConsumerError, match="raw rows of some adapters"):
+        q.require_raw("a hook")
+
+
+def test_shrunk_rows_are_those_of_one_linear():
+    rows = torch.zeros(6, 4)
+    q = rebuilt(static(), shrunk={"q_proj": rows, "k_proj": torch.zeros(6, 2)})
+    assert q.shrunk_for("q_proj") is rows
+    assert q.shrunk_for("v_proj") is None
+    assert static().shrunk_for("q_proj") is None
+    assert "q_proj, k_proj" in repr(q)
+    with pytest.raises(RawConsumerError, match="LoRA products"):
+        q.require_raw("a hook")
 
 
 def test_identity_module_only_hands_it_on():

@@ -19,7 +19,7 @@ class BarePlan:
 
 
 def batch(rows: int = 1) -> Batch:
-    return Batch(BarePlan(), rows, torch.full((rows,), -1), torch.zeros(0, rows, dtype=torch.bool))
+    return Batch(BarePlan(), rows, torch.full((0, rows), -1, dtype=torch.int32))
 
 
 def test_nothing_is_active_outside():

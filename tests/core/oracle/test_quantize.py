@@ -1,10 +1,9 @@
-"""The oracle against definitions that share no code with it: fractions, integers, float64."""
+"""The quantisers against definitions that share no code with them."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import struct
 from fractions import Fraction
 
 import numpy as np
@@ -14,143 +13,41 @@ import torch
 from branchline.core import oracle
 from branchline.core.errors import ScaleError
 from branchline.core.oracle import (
-    ACTIVATIONS,
-    ActivationSemantics,
-    NormSemantics,
-    activate,
     check_static_scale,
     quantize,
     quantize_group,
     quantize_nvfp4,
     quantize_static,
     quantize_token,
-    rms_norm,
 )
 from branchline.core.quant_key import (
     FP8_DYNAMIC_GROUP128,
     FP8_DYNAMIC_GROUP128_UE8M0,
     FP8_DYNAMIC_TOKEN,
     FP8_STATIC_TENSOR,
+    KEYS,
     MXFP8,
     NVFP4,
-    Granularity,
-    QuantKey,
-    ScaleFormat,
-    ScaleLayout,
 )
-
-INF, NAN = math.inf, math.nan
-FLOOR = 2.0**-40
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-
-
-# --- the formats, from their definitions -------------------------------------------------------
-
-
-def e4m3_value(code: int) -> Fraction | float:
-    """OCP E4M3: bias 7, no infinities, NaN is S.1111.111."""
-    sign = -1 if code & 0x80 else 1
-    exponent, mantissa = (code >> 3) & 15, code & 7
-    if exponent == 15 and mantissa == 7:
-        return NAN
-    if exponent == 0:
-        return sign * Fraction(mantissa, 8) * Fraction(1, 64)
-    return sign * (1 + Fraction(mantissa, 8)) * Fraction(2) ** (exponent - 7)
-
-
-E4M3 = [e4m3_value(code) for code in range(0x7F)]
-
-
-def e2m1_value(code: int) -> Fraction:
-    exponent, mantissa = (code >> 1) & 3, code & 1
-    magnitude = Fraction(mantissa, 2)
-    if exponent:
-        magnitude = (1 + magnitude) * Fraction(2) ** (exponent - 1)
-    return -magnitude if code & 8 else magnitude
-
-
-E2M1 = [e2m1_value(code) for code in range(8)]
-
-
-def nearest_even(value: Fraction, grid: list) -> int:
-    """Index of the nearest grid value; on a tie the even index; saturating."""
-    if value >= grid[-1]:
-        return len(grid) - 1
-    low, high = 0, len(grid) - 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        if grid[middle] <= value:
-            low = middle
-        else:
-            high = middle
-    below, above = value - grid[low], grid[high] - value
-    if below == above:
-        return low if low % 2 == 0 else high
-    return low if below < above else high
-
-
-def sign_bit(value: float) -> int:
-    return struct.unpack("<Q", struct.pack("<d", value))[0] >> 63
-
-
-def e4m3_code(value: float) -> int:
-    if math.isnan(value):
-        return 0x7F
-    magnitude = 0x7E if math.isinf(value) else nearest_even(Fraction(abs(value)), E4M3)
-    return magnitude | (sign_bit(value) << 7)
-
-
-def e2m1_code(value: float) -> int:
-    if math.isnan(value):
-        return 7
-    magnitude = 7 if math.isinf(value) else nearest_even(Fraction(abs(value)), E2M1)
-    return magnitude | (sign_bit(value) << 3)
-
-
-def f32(value: float) -> float:
-    """Rounded once to float32."""
-    with np.errstate(all="ignore"):
-        return float(np.float32(value))
-
-
-def amax(row: list[float], largest: float) -> float:
-    finite = [min(abs(v), largest) for v in row if not math.isnan(v)]
-    return max([FLOOR, *finite])
-
-
-def round_up_power_of_two(value: float) -> float:
-    power = 2.0 ** math.floor(math.log2(value))
-    while power < value:
-        power *= 2
-    while power / 2 >= value:
-        power /= 2
-    return power
-
-
-def scaled(value: float, reciprocal: float) -> float:
-    with np.errstate(all="ignore"):
-        return float(np.float32(value) * np.float32(reciprocal))
-
-
-def bytes_of(codes: torch.Tensor) -> list[int]:
-    return codes.view(torch.uint8).flatten().tolist()
-
-
-def rows_of(x: torch.Tensor) -> list[list[float]]:
-    return x.double().reshape(-1, x.shape[-1]).tolist()
-
-
-def spread(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
-    """Values over many binades, with every special one sprinkled in."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(shape, generator=generator)
-    x *= 2.0 ** torch.randint(-12, 9, shape, generator=generator)
-    flat = x.view(-1)
-    special = (0.0, -0.0, INF, -INF, NAN, 448.0, 464.0, -465.0, 1e-43, -6e-8)
-    for position, value in enumerate(special):
-        flat[(position * 37 + 5) % flat.numel()] = value
-    return x.to(dtype)
-
+from tests.core.oracle.formats import (
+    DTYPES,
+    E2M1,
+    E4M3,
+    FLOOR,
+    INF,
+    NAN,
+    amax,
+    bytes_of,
+    e2m1_code,
+    e4m3_code,
+    e4m3_value,
+    f32,
+    round_up_power_of_two,
+    rows_of,
+    scaled,
+    sign_bit,
+    spread,
+)
 
 # --- e4m3 --------------------------------------------------------------------------------------
 
@@ -258,14 +155,16 @@ def test_static_multiplies_with_the_rounded_reciprocal():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_token(dtype):
+@pytest.mark.parametrize("ue8m0", [False, True])
+def test_token(dtype, ue8m0):
     x = spread(2, 9, 67, dtype=dtype)
-    codes, scale = quantize_token(x)
+    codes, scale = quantize_token(x, ue8m0=ue8m0)
     assert scale.shape == (2, 9, 1)
     largest = float(torch.finfo(dtype).max)
     expected, scales = [], []
     for row in rows_of(x):
         s = f32(f32(amax(row, largest)) / 448)
+        s = round_up_power_of_two(s) if ue8m0 else s
         scales.append(s)
         expected += [e4m3_code(scaled(v, f32(1 / s))) for v in row]
     assert scale.flatten().tolist() == scales
@@ -448,18 +347,7 @@ def test_nvfp4_block_scales_are_clamped_before_their_cast(magnitude, scale):
 # --- the entry ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        FP8_STATIC_TENSOR,
-        FP8_DYNAMIC_TOKEN,
-        FP8_DYNAMIC_GROUP128,
-        FP8_DYNAMIC_GROUP128_UE8M0,
-        MXFP8,
-        NVFP4,
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("key", KEYS, ids=str)
 @pytest.mark.parametrize("shape", [(7,), (0, 40), (3, 0), (1, 1), (2, 3, 129)], ids=str)
 def test_quantize_serves_every_named_key_and_shape(key, shape):
     x = torch.randn(shape, dtype=torch.float32).to(torch.float16)
@@ -473,7 +361,8 @@ def test_quantize_serves_every_named_key_and_shape(key, shape):
     assert q.quant_key is key
     assert q.shape == x.shape
     assert q.dtype == torch.float16
-    assert q.raw is x
+    assert q.raw.values is x
+    assert q.raw.rows is None
     assert q.codes.shape == key.code_shape(shape)
     assert q.scale.shape == key.scale_shape(shape)
 
@@ -486,29 +375,6 @@ def test_strided_and_expanded_input_gives_the_same_bytes():
             a, b = quantize(view, key), quantize(view.contiguous(), key)
             assert bytes_of(a.codes) == bytes_of(b.codes)
             assert bytes_of(a.scale.contiguous()) == bytes_of(b.scale.contiguous())
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"layout": ScaleLayout.COLUMN_MAJOR},
-        {"layout": ScaleLayout.SWIZZLE_128X4},
-        {"row_multiple": 4},
-        {"scale_multiple": 4},
-    ],
-    ids=str,
-)
-def test_layouts_that_are_not_written_are_refused(changes):
-    key = QuantKey(
-        torch.float8_e4m3fn,
-        torch.float32,
-        ScaleFormat.FLOAT32,
-        Granularity("group", 128),
-        static=False,
-        **changes,
-    )
-    with pytest.raises(NotImplementedError, match="group128"):
-        quantize(torch.ones(4, 128), key)
 
 
 BAD_SCALES = [
@@ -561,178 +427,3 @@ def test_the_whole_range_of_usable_scales_gives_finite_codes():
     for scale in (1.2e-38, 1e-20, 1e20, 3e38):
         codes = quantize_static(torch.tensor([0.0, 1.0, -1.0, 3e38]), torch.tensor([scale]))
         assert bool(codes.float().isfinite().all())
-
-
-# --- activations -------------------------------------------------------------------------------
-
-
-def gelu_tanh(x: float) -> float:
-    inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
-    return 0.5 * x * (1 + math.tanh(inner))
-
-
-REFERENCE = {
-    "identity": lambda x: x,
-    "relu": lambda x: max(x, 0.0),
-    "relu2": lambda x: max(x, 0.0) ** 2,
-    "silu": lambda x: x / (1 + math.exp(-x)) if x > -700 else 0.0,
-    "gelu_tanh": gelu_tanh,
-    "gelu_erf": lambda x: 0.5 * x * math.erfc(-x / math.sqrt(2)),
-}
-
-
-def finite_range(dtype: torch.dtype) -> torch.Tensor:
-    x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
-    x = x.view(torch.bfloat16 if dtype == torch.float32 else dtype)[::5].to(dtype)
-    return x[x.abs() < 3e4]
-
-
-def test_every_activation_has_a_reference():
-    assert set(REFERENCE) == set(ACTIVATIONS)
-
-
-@pytest.mark.parametrize("name", REFERENCE)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_activation_is_within_half_an_ulp_of_float64(name, dtype):
-    x = finite_range(dtype)
-    out = activate(ActivationSemantics(name, gated=False), x)
-    assert out.dtype == dtype
-    exact = torch.tensor([REFERENCE[name](v) for v in x.double().tolist()], dtype=torch.float64)
-    info = torch.finfo(dtype)
-    # float32 arithmetic on the way is allowed a few float32 ulps (absolute near gelu's cancelling
-    # tail), the boundary itself half an ulp.
-    binade = 2.0 ** exact.abs().clamp(min=info.tiny).log2().floor()
-    half_ulp = 0.5 * info.eps * binade
-    on_the_way = 8 * 2.0**-24 * exact.abs() + 2.0**-22 * x.double().abs().clamp(max=8)
-    if dtype == torch.float32:
-        on_the_way += 4 * 2.0**-24 * exact.abs()
-    finite = exact.abs() < info.max
-    assert bool(((out.double() - exact).abs() <= half_ulp + on_the_way)[finite].all())
-
-
-@pytest.mark.parametrize("name", ["identity", "relu", "relu2"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_exact_activations_are_rounded_once_to_even(name, dtype):
-    x = finite_range(dtype)
-    exact = np.array([REFERENCE[name](v) for v in x.double().tolist()])
-    # float32 holds the square of either dtype, so the rounding is the only one.
-    expected = torch.from_numpy(exact.astype(np.float32)).to(dtype)
-    assert torch.equal(activate(ActivationSemantics(name, gated=False), x), expected)
-
-
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_special_values(name):
-    x = torch.tensor([NAN, INF, 0.0], dtype=torch.bfloat16)
-    out = activate(ActivationSemantics(name, gated=False), x)
-    assert out[0].isnan()
-    # torch's own vectorised erf makes a NaN of an infinity, and so does the model's module.
-    assert out[1] == INF or (name == "gelu_erf" and out[1].isnan())
-    assert out[2] == 0
-
-
-def round_bf16(value: float) -> float:
-    """Round to nearest even, eight significant bits, by integers."""
-    if value == 0 or math.isinf(value) or math.isnan(value):
-        return value
-    _, exponent = math.frexp(value)
-    unit = Fraction(2) ** (max(exponent, -125) - 8)
-    return float(round(Fraction(value) / unit) * unit)
-
-
-def test_gated_activation_rounds_twice():
-    generator = torch.Generator().manual_seed(3)
-    gate = (torch.randn(4000, generator=generator) * 4).bfloat16()
-    up = (torch.randn(4000, generator=generator) * 4).bfloat16()
-    out = activate(ActivationSemantics("relu2", gated=True), gate, up).double().tolist()
-    once = 0
-    for g, u, value in zip(gate.double().tolist(), up.double().tolist(), out, strict=True):
-        square = f32(max(g, 0.0) ** 2)
-        assert value == round_bf16(round_bf16(square) * u)
-        once += value != round_bf16(square * u)
-    assert once > 100, "the probe does not tell one rounding from two"
-
-
-@pytest.mark.parametrize("name", ACTIVATIONS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_gated_is_the_rounded_unary_times_up(name, dtype):
-    gate, up = spread(40, 33, dtype=dtype, seed=1), spread(40, 33, dtype=dtype, seed=2)
-    unary = activate(ActivationSemantics(name, gated=False), gate)
-    gated = activate(ActivationSemantics(name, gated=True), gate, up)
-    with np.errstate(all="ignore"):
-        product = unary.float().numpy() * up.float().numpy()
-    expected = torch.from_numpy(product).to(dtype)
-    assert gated.dtype == dtype
-    assert torch.equal(gated.isnan(), expected.isnan())
-    known = ~expected.isnan()
-    assert torch.equal(gated[known], expected[known])
-
-
-def test_semantics_print_as_registry_names():
-    assert str(ActivationSemantics("silu", gated=True)) == "silu_mul"
-    assert str(ActivationSemantics("silu", gated=False)) == "silu"
-    assert str(NormSemantics("gemma", 1e-6)) == "rms_norm[gemma]"
-
-
-# --- norms -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("order", ["llama", "gemma"])
-@pytest.mark.parametrize("columns", [1, 7, 64, 1000])
-@pytest.mark.parametrize("magnitude", [1e-4, 1.0, 200.0], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_norm_against_float64(order, columns, magnitude, dtype):
-    generator = torch.Generator().manual_seed(columns)
-    x = (torch.randn(6, columns, generator=generator) * magnitude).to(dtype)
-    weight = (torch.rand(columns, generator=generator) * 2 - 0.5).to(dtype)
-    out = rms_norm(NormSemantics(order, 1e-5), x, weight)
-    assert out.dtype == dtype
-    wide, w = x.double().numpy(), weight.double().numpy()
-    normed = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5)
-    expected = normed * (1 + w) if order == "gemma" else normed * w
-    eps = torch.finfo(dtype).eps
-    roundings = 1 if order == "gemma" else 2
-    tolerance = np.abs(expected) * (roundings * eps / 2 * 1.01 + 2.0**-21)
-    tolerance += torch.finfo(dtype).tiny
-    assert (np.abs(out.double().numpy() - expected) <= tolerance).all()
-
-
-def test_llama_order_rounds_before_the_weight_and_gemma_does_not():
-    generator = torch.Generator().manual_seed(5)
-    x = torch.randn(64, 256, generator=generator).bfloat16()
-    weight = (torch.rand(256, generator=generator) + 0.5).bfloat16()
-    wide, w = x.double().numpy(), weight.double().numpy()
-    normed = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6)
-    to_bf16 = np.vectorize(round_bf16)
-    twice = to_bf16(to_bf16(normed) * w)
-    once = to_bf16(normed * (1 + w))
-    llama = rms_norm(NormSemantics("llama", 1e-6), x, weight).double().numpy()
-    gemma = rms_norm(NormSemantics("gemma", 1e-6), x, weight).double().numpy()
-    # float32 on the way moves the odd element over a rounding boundary.
-    assert (llama == twice).mean() > 0.999
-    assert (gemma == once).mean() > 0.999
-    assert (to_bf16(normed * w) != twice).mean() > 0.05, "the probe tells nothing"
-
-
-@pytest.mark.parametrize("order", ["llama", "gemma"])
-def test_norm_of_a_row_does_not_depend_on_the_batch_or_the_strides(order):
-    semantics = NormSemantics(order, 1e-6)
-    x = spread(9, 130)[:, :129].nan_to_num(1.0, 2.0, -2.0)
-    weight = torch.linspace(0.5, 1.5, 129).bfloat16()
-    whole = rms_norm(semantics, x, weight)
-    for row in range(9):
-        assert torch.equal(
-            rms_norm(semantics, x[row : row + 1].contiguous(), weight)[0], whole[row]
-        )
-    shuffled = torch.randperm(129, generator=torch.Generator().manual_seed(0))
-    permuted = rms_norm(semantics, x[:, shuffled].contiguous(), weight[shuffled])
-    assert torch.equal(permuted, whole[:, shuffled])
-
-
-def test_norm_of_zeros_is_zero_and_nan_stays_in_its_row():
-    x = torch.zeros(3, 8, dtype=torch.bfloat16)
-    x[1, 2] = NAN
-    x[2] = 1.0
-    out = rms_norm(NormSemantics("llama", 1e-6), x, torch.ones(8, dtype=torch.bfloat16))
-    assert not out[0].any()
-    assert bool(out[1].isnan().all())
-    assert bool((out[2] == 1).all())

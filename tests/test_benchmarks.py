@@ -1,0 +1,37 @@
+"""The benchmarks run: on the CPU, and the script for GPUs at toy sizes in the interpreter."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_cpu_benchmarks_run():
+    out = run("benchmarks", "--short")
+    for part in ("relu2", "silu_mul", "rms_norm[llama]", "dual for 1 of 16 rows", "absorbed"):
+        assert part in out
+
+
+@pytest.mark.triton_interpreted
+def test_the_gpu_script_runs(tmp_path):
+    out = tmp_path / "results.json"
+    small = ["--device", "cpu", "--rows", "2", "--columns", "64", "--rounds", "1", "--no-verify"]
+    run("benchmarks.gpu", *small, "--out", str(out))
+    lines = json.loads(out.read_text(encoding="utf-8"))["lines"]
+    assert {line["producer"] for line in lines} == {"triton"}
+    assert {line["route"] for line in lines} == {"fused", "dual", "absorbed"}
+    assert all(line["microseconds"] > 0 for line in lines)
