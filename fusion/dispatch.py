@@ -81,9 +81,6 @@ def activation_semantics(
             "is not known",
             f"use one of {', '.join(ACTIVATIONS)}, or a name that define_custom returned",
         )
-    for what, value in (("limit", limit), ("multiplier", multiplier)):
-        if value is not None and not math.isfinite(value):
-            raise ConfigError(f"{what} of {semantics}", f"is {value}", "pass a finite number")
     return semantics
 
 

@@ -91,7 +91,7 @@ class ActivationSemantics:
                 raise ConfigError(
                     f"{what} of {self.activation}",
                     f"is {getattr(self, what):g}",
-                    f"pass a {what} from {least:g} to {most:g}, or none",
+                    f"pass a finite {what} from {least:g} to {most:g}, or none",
                 )
         if not self.custom:
             return
