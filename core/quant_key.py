@@ -107,7 +107,7 @@ class QuantKey:
     def __post_init__(self) -> None:
         reason = self._refusal()
         if reason:
-            raise ConfigError("quant key", reason, "use one of the named keys of branchline.core")
+            raise ConfigError("quant key", reason, "use one of the named keys of branchline.linear")
 
     def _refusal(self) -> str | None:
         if self.code_dtype not in _CODE_NAMES:

@@ -51,4 +51,5 @@ def _no_grad():
 
 @pytest.fixture(scope="session", autouse=True)
 def _threads():
-    torch.set_num_threads(2)
+    # Workers side by side with two threads each would wait for one another at every barrier.
+    torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
