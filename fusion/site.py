@@ -225,11 +225,9 @@ class Site(nn.Module):
         )
         return Emission(self.contract, route, self.facts.name, shrinks=shrinks)
 
-    def received(
-        self, traced: ops.TracedActivation, layer: RoutedLinear
-    ) -> torch.Tensor | QuantizedActivation:
-        """What `layer` takes of this site's outputs in a compiled graph."""
-        return received(traced, self, layer, self._registry.current_batch())
+    def received(self, traced: ops.TracedActivation) -> torch.Tensor | QuantizedActivation:
+        """What the consumers take of this site's outputs in a compiled graph."""
+        return received(traced, self, self._registry.current_batch())
 
     @property
     def shrink_width(self) -> int:

@@ -11,7 +11,6 @@ from ..core.quantized_activation import QuantizedActivation, RawOutput
 from ..core.route import Route
 from ..linear import ops
 from ..linear.batch import Batch
-from ..linear.routed import RoutedLinear
 
 if TYPE_CHECKING:
     from .site import Site
@@ -118,9 +117,9 @@ def _place(site: Site, consumer: str) -> int:
 
 
 def received(
-    traced: ops.TracedActivation, site: Site, layer: RoutedLinear, batch: Batch
+    traced: ops.TracedActivation, site: Site, batch: Batch
 ) -> torch.Tensor | QuantizedActivation:
-    """What `layer` takes of a site's outputs: the counterpart of `_site_op`."""
+    """What the consumers take of a site's outputs: the counterpart of `_site_op`."""
     route = Route(int(traced.route))
     if route == Route.UNFUSED:
         return traced.raw

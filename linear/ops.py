@@ -86,9 +86,8 @@ def _routed_linear_op(
     if not parts:
         return layer.run(raw)
     codes, scale, shrunk, route = parts
-    return layer.run(
-        resolve(site).received(TracedActivation(raw, codes, scale, shrunk, route, site), layer)
-    )
+    traced = TracedActivation(raw, codes, scale, shrunk, route, site)
+    return layer.run(resolve(site).received(traced))
 
 
 @_routed_linear_op.register_fake
