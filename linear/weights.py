@@ -10,9 +10,6 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 from transformers.pytorch_utils import Conv1D
 
-from ..core.errors import ScaleError
-from ..core.oracle import quantize_token
-
 LinearModule = nn.Linear | Conv1D
 
 
@@ -81,32 +78,3 @@ def find_linears(model: nn.Module) -> tuple[dict[str, FoundLinear], dict[str, st
         else:
             refused[paths[key][0]] = reason
     return found, refused
-
-
-@dataclass(frozen=True, eq=False)
-class QuantizedWeight:
-    """FP8 weight.
-
-    Attributes:
-        codes: float8_e4m3fn (N, K).
-        scale: float32 (N, 1); multiplies the codes.
-    """
-
-    codes: torch.Tensor
-    scale: torch.Tensor
-
-    @classmethod
-    def from_float(cls, weight: torch.Tensor, subject: str) -> QuantizedWeight:
-        """Quantise (N, K) with one scale an output channel.
-
-        Raises:
-            ScaleError: the weight holds NaN or infinities.
-        """
-        if not bool(weight.isfinite().all()):
-            raise ScaleError(subject, "its weight holds NaN or inf", "mend the checkpoint")
-        codes, scale = quantize_token(weight.contiguous())
-        return cls(codes, scale)
-
-    def dequantize(self) -> torch.Tensor:
-        """float32 (N, K)."""
-        return self.codes.float() * self.scale

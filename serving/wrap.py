@@ -24,11 +24,12 @@ from ..linear.batch import FusionRules
 from ..linear.calibration import Calibration, Observer, calibrate
 from ..linear.contract import InputContract, InputScale
 from ..linear.hooks import move_hooks, unwatch_hooks
-from ..linear.kernels.emulated import EmulatedFp8Linear
+from ..linear.kernels.emulated import EmulatedLinear
 from ..linear.kernels.float import FloatLinear
+from ..linear.quantized_weight import QuantizedWeight
 from ..linear.registry import LayerRegistry, Unwrapped
 from ..linear.routed import RoutedLinear
-from ..linear.weights import FoundLinear, QuantizedWeight, find_linears, float_weight
+from ..linear.weights import FoundLinear, find_linears, float_weight
 from ..policies.planner import Planner
 from ..policies.policy import make_policy
 from .base_facts import base_facts
@@ -250,7 +251,7 @@ class _Wrapping:
             if ranges is not None:
                 scale = torch.tensor([ranges.input_scale(name)], device=layer.device)
                 contract = InputContract(FP8_STATIC_TENSOR, InputScale.checked(scale, name))
-            layer.kernel = EmulatedFp8Linear(weight, module.bias, contract)
+            layer.kernel = EmulatedLinear(weight, module.bias, contract)
 
     def _note_ties(self, originals: dict[str, FoundLinear], skipped: set[str]) -> None:
         """Say which linears share their weight with another module, and what became of it."""

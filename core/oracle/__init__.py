@@ -20,11 +20,13 @@ from .quantize import (
     FP4_MAX,
     FP8_MAX,
     check_static_scale,
+    fp4_values,
     quantize,
     quantize_group,
     quantize_nvfp4,
     quantize_static,
     quantize_token,
+    round_up_to_power_of_two,
 )
 
 Semantics = ActivationSemantics | NormSemantics
@@ -41,10 +43,12 @@ __all__ = [
     "Semantics",
     "activate",
     "check_static_scale",
+    "fp4_values",
     "norm",
     "quantize",
     "quantize_group",
     "quantize_nvfp4",
     "quantize_static",
     "quantize_token",
+    "round_up_to_power_of_two",
 ]

@@ -14,7 +14,8 @@ FP4_MAX = 6.0
 # 2**-40: far above the subnormals, so that 1 / scale is finite, far below any activation.
 AMAX_FLOOR = 2.0**-40
 _FP8_NAN = 0x7F
-# Midpoints between neighbouring e2m1 magnitudes (0, .5, 1, 1.5, 2, 3, 4, 6).
+# e2m1, and the midpoints between neighbours.
+_FP4_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _FP4_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
@@ -62,7 +63,8 @@ def _finite_amax(x: torch.Tensor) -> torch.Tensor:
     return magnitude.amax(-1, keepdim=True).clamp_(min=AMAX_FLOOR)
 
 
-def _round_up_to_power_of_two(scale: torch.Tensor) -> torch.Tensor:
+def round_up_to_power_of_two(scale: torch.Tensor) -> torch.Tensor:
+    """The smallest power of two that is not below each positive finite number."""
     mantissa, exponent = torch.frexp(scale)
     return torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).to(exponent.dtype))
 
@@ -74,7 +76,7 @@ def quantize_token(x: torch.Tensor, *, ue8m0: bool = False) -> tuple[torch.Tenso
     """
     scale = _finite_amax(x) / FP8_MAX
     if ue8m0:
-        scale = _round_up_to_power_of_two(scale)
+        scale = round_up_to_power_of_two(scale)
     return _cast_fp8(x.float() * scale.reciprocal()), scale
 
 
@@ -92,7 +94,7 @@ def quantize_group(x: torch.Tensor, size: int, *, ue8m0: bool) -> tuple[torch.Te
     blocks = _grouped(x, size)
     scale = _finite_amax(blocks) / FP8_MAX
     if ue8m0:
-        scale = _round_up_to_power_of_two(scale)
+        scale = round_up_to_power_of_two(scale)
     codes = _cast_fp8(blocks.float() * scale.reciprocal()).view(torch.uint8)
     codes = codes.flatten(-2)[..., : x.shape[-1]].contiguous()
     return codes.view(torch.float8_e4m3fn), scale.squeeze(-1)
@@ -130,6 +132,14 @@ def _cast_fp4(scaled: torch.Tensor) -> torch.Tensor:
         codes += above.to(torch.uint8)
     negative = torch.signbit(scaled) & ~scaled.isnan()
     return codes | (negative.to(torch.uint8) << 3)
+
+
+def fp4_values(packed: torch.Tensor) -> torch.Tensor:
+    """float32 (..., 2 * bytes): the values of e2m1 codes, the low nibble of a byte first."""
+    magnitudes = torch.tensor(_FP4_MAGNITUDES, device=packed.device)
+    table = torch.cat((magnitudes, -magnitudes))
+    data = packed.view(torch.uint8).int()
+    return torch.stack((table[data & 15], table[data >> 4]), -1).flatten(-2)
 
 
 def quantize(

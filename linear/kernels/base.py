@@ -1,13 +1,36 @@
-"""What a base matmul kernel is."""
+"""What a base matmul kernel is, and the values that its choice is made from."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 
-from ...core.quantized_activation import QuantizedActivation
+from ...core.errors import ContractError, KernelUnavailableError
+from ...core.platform import Platform
+from ...core.quant_key import QuantKey
+from ...core.quantized_activation import QuantizedActivation, as_quantized_activation
+from ...core.scheme import LinearScheme
+from ...core.selection import Verdict
 from ..contract import InputContract
+from ..quantized_weight import QuantizedWeight
+from ..quantizers import quantize_input
+
+
+@dataclass(frozen=True)
+class LinearConfig:
+    """Everything a kernel may be chosen by; plain data, so any machine can be imagined.
+
+    Attributes:
+        in_features: K.
+        out_features: N.
+        scheme: how its weight and its input are quantised.
+    """
+
+    in_features: int
+    out_features: int
+    scheme: LinearScheme
 
 
 class LinearKernel(ABC):
@@ -32,6 +55,11 @@ class LinearKernel(ABC):
         """The unquantised weight, as the model stores it, where the kernel keeps it."""
         return None
 
+    @property
+    @abstractmethod
+    def weight_bytes(self) -> int:
+        """Bytes that the weight takes in memory, scales included."""
+
     @abstractmethod
     def bias(self) -> torch.Tensor | None:
         """The bias, (N,), or None."""
@@ -51,3 +79,85 @@ class LinearKernel(ABC):
             QuantKeyMismatchError: codes for another key.
             RawConsumerError: codes for a kernel that takes none, or codes without their scale.
         """
+
+
+class QuantizedKernel(LinearKernel):
+    """A kernel for a quantised weight: chosen by predicates, built from codes and scales.
+
+    Args:
+        weight: codes and scales of a scheme that `can_implement` accepted.
+        bias: (N,), or None.
+        contract: its key is what `consumes` says.
+
+    Raises:
+        KernelUnavailableError: it does not implement this weight and key.
+        ScaleError: a static key without its scale.
+    """
+
+    def __init__(
+        self, weight: QuantizedWeight, bias: torch.Tensor | None, contract: InputContract
+    ) -> None:
+        self.contract = contract
+        self.out_features, self.in_features = weight.out_features, weight.in_features
+        self._check(weight)
+        self._bias = None if bias is None else bias.detach().float()
+        self._take(weight)
+
+    def _check(self, weight: QuantizedWeight) -> None:
+        subject, key = f"kernel {self.name}", self.contract.key
+        plain = None if key is None else key.plain()
+        scheme = LinearScheme(weight.scheme, plain)
+        verdict = self.can_implement(LinearConfig(self.in_features, self.out_features, scheme))
+        if not verdict.ok:
+            raise KernelUnavailableError(subject, verdict.reason, "choose another kernel")
+        if key is not None and key.static:
+            self.contract.static_scale(subject)
+        if key is not None and key.global_scale:
+            self.contract.required_global_scale(subject)
+
+    @classmethod
+    @abstractmethod
+    def is_supported(cls, platform: Platform) -> Verdict:
+        """Whether it runs on such a machine at all; pure."""
+
+    @classmethod
+    @abstractmethod
+    def can_implement(cls, config: LinearConfig) -> Verdict:
+        """Whether it serves such a linear, on a machine that it supports; pure."""
+
+    @classmethod
+    def consumes(cls, config: LinearConfig) -> QuantKey | None:
+        """The key of the input it takes for such a linear, layout and padding included."""
+        return config.scheme.input
+
+    @abstractmethod
+    def _take(self, weight: QuantizedWeight) -> None:
+        """Lay the weight out as the kernel reads it, and keep nothing else of it."""
+
+    @abstractmethod
+    def quantized_weight(self) -> QuantizedWeight:
+        """The weight it was built from, codes and scales to the bit."""
+
+    def bias(self) -> torch.Tensor | None:
+        return self._bias
+
+
+class CodesKernel(QuantizedKernel):
+    """A kernel that multiplies codes: of a producer, or those it makes of a raw activation."""
+
+    @abstractmethod
+    def multiply(self, x: QuantizedActivation) -> torch.Tensor:
+        """(..., N) in the activation's dtype, of codes for `contract.key`."""
+
+    def apply(self, x: torch.Tensor | QuantizedActivation, consumer: str) -> torch.Tensor:
+        if x.shape[-1:] != (self.in_features,):
+            raise ContractError(
+                consumer,
+                f"takes {self.in_features} columns, its input has shape {tuple(x.shape)}",
+                "hand it the activation of its own site",
+            )
+        quantized = as_quantized_activation(x, self.contract.key, consumer=consumer)
+        if quantized is None:
+            assert isinstance(x, torch.Tensor)
+            quantized = quantize_input(x, self.contract, consumer)
+        return self.multiply(quantized)

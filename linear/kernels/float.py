@@ -23,6 +23,10 @@ class FloatLinear(LinearKernel):
     def float_weight(self) -> torch.Tensor:
         return self.module.weight
 
+    @property
+    def weight_bytes(self) -> int:
+        return self.module.weight.numel() * self.module.weight.element_size()
+
     def bias(self) -> torch.Tensor | None:
         return self.module.bias
 

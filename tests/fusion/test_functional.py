@@ -10,11 +10,11 @@ from branchline.core.quant_key import FP8_DYNAMIC_TOKEN, FP8_STATIC_TENSOR
 from branchline.core.quantized_activation import QuantizedActivation
 from branchline.linear.batch import BarePlan, Batch, batch_scope
 from branchline.linear.contract import InputContract, InputScale
-from branchline.linear.kernels.emulated import EmulatedFp8Linear
+from branchline.linear.kernels.emulated import EmulatedLinear
 from branchline.linear.kernels.float import FloatLinear
+from branchline.linear.quantized_weight import QuantizedWeight
 from branchline.linear.registry import LayerRegistry
 from branchline.linear.routed import RoutedLinear
-from branchline.linear.weights import QuantizedWeight
 
 K, N = 32, 8
 
@@ -26,7 +26,7 @@ def wrapped(key=FP8_STATIC_TENSOR, dtype: torch.dtype = torch.bfloat16):
     else:
         weight = torch.randn(N, K, generator=torch.Generator().manual_seed(0))
         scale = InputScale.checked(0.02, "down") if key.static else None
-        kernel = EmulatedFp8Linear(
+        kernel = EmulatedLinear(
             QuantizedWeight.from_float(weight, "down"), None, InputContract(key, scale)
         )
     layer = RoutedLinear("down", 0, kernel, registry, dtype, torch.device("cpu"))

@@ -23,11 +23,11 @@ from branchline.core.quant_key import (
     MXFP8,
 )
 from branchline.linear.contract import InputContract, InputScale
-from branchline.linear.kernels.emulated import EmulatedFp8Linear, decode_fp8
+from branchline.linear.kernels.emulated import EmulatedLinear
 from branchline.linear.kernels.float import FloatLinear
+from branchline.linear.quantized_weight import QuantizedWeight, code_values
 from branchline.linear.quantizers import quantize_input
 from branchline.linear.weights import (
-    QuantizedWeight,
     float_weight,
     linear_refusal,
     linear_shape,
@@ -48,7 +48,7 @@ def kernel(key=FP8_STATIC_TENSOR, n: int = 7, k: int = 13, bias: bool = False):
     generator = torch.Generator().manual_seed(n * 1000 + k)
     weight = QuantizedWeight.from_float(torch.randn(n, k, generator=generator), NAME)
     b = torch.randn(n, generator=generator).bfloat16() if bias else None
-    return EmulatedFp8Linear(weight, b, contract(key)), weight, b
+    return EmulatedLinear(weight, b, contract(key)), weight, b
 
 
 def activation(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -180,7 +180,7 @@ def test_static_key_without_scale_is_a_scale_error(library, dtype):
     # Whatever kernel quantises: an assert would be another error, and none under `python -O`.
     weight = QuantizedWeight.from_float(torch.ones(2, 4), NAME)
     with pytest.raises((ScaleError, ConfigError), match="scale"):
-        EmulatedFp8Linear(weight, None, InputContract(FP8_STATIC_TENSOR)).apply(
+        EmulatedLinear(weight, None, InputContract(FP8_STATIC_TENSOR)).apply(
             torch.ones(1, 4, dtype=dtype), NAME
         )
 
@@ -188,7 +188,7 @@ def test_static_key_without_scale_is_a_scale_error(library, dtype):
 def test_decoding_all_codes(library):
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(4, 64)
     for view in (codes, codes[:, ::2], codes[1:3], codes.t()):
-        assert torch.equal(decode_fp8(view).nan_to_num(777), view.float().nan_to_num(777))
+        assert torch.equal(code_values(view).nan_to_num(777), view.float().nan_to_num(777))
 
 
 # --- contracts ---------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ def test_conv1d_is_a_linear_with_its_weight_transposed():
     weight = QuantizedWeight.from_float(float_weight(module), NAME)
     assert weight.codes.shape == (5, 13)
     assert weight.codes.is_contiguous()
-    quantized = EmulatedFp8Linear(weight, module.bias, contract(scale=0.1)).apply(x, NAME)
+    quantized = EmulatedLinear(weight, module.bias, contract(scale=0.1)).apply(x, NAME)
     assert (quantized - module(x)).abs().max() < 0.3
     expected = F.linear(
         codes_for(x, contract(scale=0.1)).codes.float() * 0.1, weight.dequantize(), module.bias

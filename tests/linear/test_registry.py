@@ -7,21 +7,21 @@ from branchline import wrap
 from branchline.core.quant_key import FP8_DYNAMIC_TOKEN, FP8_STATIC_TENSOR
 from branchline.linear.contract import InputContract, InputScale
 from branchline.linear.hooks import hook_names, unwatch_hooks, watch_hooks
-from branchline.linear.kernels.emulated import EmulatedFp8Linear
+from branchline.linear.kernels.emulated import EmulatedLinear
 from branchline.linear.kernels.float import FloatLinear
+from branchline.linear.quantized_weight import QuantizedWeight
 from branchline.linear.registry import Holder, LayerRegistry, RawReader, SharedInput
 from branchline.linear.routed import RoutedLinear
-from branchline.linear.weights import QuantizedWeight
 
 K = 8
 
 
-def fp8_kernel(scale: float | None = 0.5) -> EmulatedFp8Linear:
+def fp8_kernel(scale: float | None = 0.5) -> EmulatedLinear:
     weight = QuantizedWeight.from_float(torch.eye(K), "eye")
     if scale is None:
-        return EmulatedFp8Linear(weight, None, InputContract(FP8_DYNAMIC_TOKEN))
+        return EmulatedLinear(weight, None, InputContract(FP8_DYNAMIC_TOKEN))
     contract = InputContract(FP8_STATIC_TENSOR, InputScale.checked(scale, "eye"))
-    return EmulatedFp8Linear(weight, None, contract)
+    return EmulatedLinear(weight, None, contract)
 
 
 def registry_of(*names: str) -> LayerRegistry:

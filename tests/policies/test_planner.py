@@ -16,11 +16,11 @@ from branchline.fusion.producers.base import Producer, check_rank
 from branchline.fusion.registry import ProducerRegistry
 from branchline.fusion.site import Site, SiteFacts
 from branchline.linear.contract import InputContract, InputScale
-from branchline.linear.kernels.emulated import EmulatedFp8Linear
+from branchline.linear.kernels.emulated import EmulatedLinear
 from branchline.linear.kernels.float import FloatLinear
+from branchline.linear.quantized_weight import QuantizedWeight
 from branchline.linear.registry import Holder, LayerRegistry, SharedInput
 from branchline.linear.routed import RoutedLinear, RowLayout
-from branchline.linear.weights import QuantizedWeight
 from branchline.policies.planner import Planner
 from branchline.policies.policy import make_policy
 
@@ -53,7 +53,7 @@ def kernel(key=FP8_STATIC_TENSOR, scale: float = 0.5):
         return FloatLinear(nn.Linear(K, K))
     found = InputScale.checked(scale, "x") if key.static else None
     weight = QuantizedWeight.from_float(torch.eye(K), "x")
-    return EmulatedFp8Linear(weight, None, InputContract(key, found))
+    return EmulatedLinear(weight, None, InputContract(key, found))
 
 
 class World:

@@ -1,0 +1,86 @@
+"""The base matmul by definition, in the order of accumulation that our own kernels keep.
+
+Products of two codes are exact in float32, so the order of the sums is all there is to define:
+blocks of `BLOCK` columns (fewer where scales change more often) are summed from the left, then the
+block sums.  A row's bytes therefore depend neither on the number of rows nor on the vector width.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...core.quantized_activation import QuantizedActivation
+from ..quantized_weight import QuantizedWeight
+
+#: Columns of one block sum.
+BLOCK = 128
+
+
+def block_columns(weight: QuantizedWeight, x: QuantizedActivation | None) -> int:
+    """Columns of a block sum: no scale changes inside of one."""
+    groups = [weight.scheme.columns, x.quant_key.granularity.size if x is not None else 0]
+    return min([BLOCK, *(size for size in groups if size)])
+
+
+def matmul(
+    x: QuantizedActivation | torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """The base output: the definition, one column at a time.
+
+    Args:
+        x: FP8 codes (..., K), or a raw activation of at most 16 bits an element.
+        weight: FP8 codes (N, K).
+        bias: (N,), or None.
+
+    Returns:
+        (..., N) in the activation's dtype.
+    """
+    quantized = x if isinstance(x, QuantizedActivation) else None
+    values = (x if quantized is None else quantized.codes).reshape(-1, weight.in_features).float()
+    w, step = weight.values(), block_columns(weight, quantized)
+    row_scale, row_group = _input_scales(quantized, values.shape[0])
+    w_scale = weight.scales()
+    total = values.new_zeros(values.shape[0], weight.out_features)
+    for start in range(0, weight.in_features, step):
+        part = torch.zeros_like(total)
+        for k in range(start, min(start + step, weight.in_features)):
+            part = part + values[:, k, None] * w[:, k]
+        total = total + part * _block_scale(weight, w_scale, row_scale, row_group, start)
+    if row_group == 0 and row_scale is not None:
+        w_final = 1.0 if weight.scheme.blockwise else w_scale.reshape(1, -1)
+        total = total * (row_scale * w_final)
+    elif not weight.scheme.blockwise:
+        total = total * w_scale.reshape(1, -1)
+    if bias is not None:
+        total = total + bias.float()
+    dtype = x.orig_dtype if isinstance(x, QuantizedActivation) else x.dtype
+    return total.to(dtype).reshape(*x.shape[:-1], weight.out_features)
+
+
+def _input_scales(x: QuantizedActivation | None, rows: int) -> tuple[torch.Tensor | None, int]:
+    """float32 (M or 1, groups) of the codes, and the columns of a group; 0 for a whole row."""
+    if x is None:
+        return None, 0
+    scale = x.scale.float()
+    scale = scale.reshape(1, 1) if scale.numel() == 1 else scale.reshape(rows, -1)
+    return scale, x.quant_key.granularity.size
+
+
+def _block_scale(
+    weight: QuantizedWeight,
+    w_scale: torch.Tensor,
+    row_scale: torch.Tensor | None,
+    row_group: int,
+    start: int,
+) -> torch.Tensor | float:
+    """What one block sum is multiplied with: (M or 1, N or 1)."""
+    scheme, factor = weight.scheme, 1.0
+    if row_group:
+        assert row_scale is not None
+        factor = row_scale[:, start // row_group, None]
+    if not scheme.blockwise:
+        return factor
+    column = w_scale[:, start // scheme.columns]
+    if scheme.rows > 1:
+        column = column.repeat_interleave(scheme.rows)[: weight.out_features]
+    return factor * column[None, :]
