@@ -3,7 +3,7 @@
 from .core.errors import BranchlineError
 from .fusion import maybe_fused_act_quant
 from .linear.calibration import Calibration
-from .serving import ServedModel, WrapConfig, wrap
+from .serving import ServedModel, WrapConfig, load_model, wrap
 
 __version__ = "0.1.0"
 
@@ -13,6 +13,7 @@ __all__ = [
     "ServedModel",
     "WrapConfig",
     "__version__",
+    "load_model",
     "maybe_fused_act_quant",
     "wrap",
 ]

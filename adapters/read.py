@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -44,13 +45,26 @@ def read_adapter(path: str | Path, base: BaseFacts, *, max_rank: int) -> Adapter
     """
     folder = Path(path)
     subject = f"adapter {os.fspath(path)!r}"
-    if not _is_folder(folder, subject):
-        raise AdapterNotFoundError(subject, "there is no such folder", "check the path")
-    raw = load_config(_read_config(folder / CONFIG_NAME, subject), subject)
-    parsed = parse_lora_config(raw, subject)
-    with _open_tensors(folder, subject) as file:
+    parsed = parse_lora_config(read_raw_config(folder, subject), subject)
+    with open_tensors(folder, subject) as file:
         plan = checked_plan(parsed, file.headers, base, max_rank=max_rank, subject=subject)
         return assemble(plan, file.read, source=os.fspath(path), subject=subject)
+
+
+def read_raw_config(folder: Path, subject: str) -> dict[str, Any]:
+    """The decoded, unchecked adapter_config.json of a folder.
+
+    Args:
+        folder: of the adapter.
+        subject: what errors are about.
+
+    Raises:
+        AdapterNotFoundError: there is no such folder.
+        AdapterFormatError: the file is missing, unreadable, too long or no JSON object.
+    """
+    if not _is_folder(folder, subject):
+        raise AdapterNotFoundError(subject, "there is no such folder", "check the path")
+    return load_config(_read_config(folder / CONFIG_NAME, subject), subject)
 
 
 def checked_plan(
@@ -126,7 +140,17 @@ def _read_config(path: Path, subject: str) -> bytes:
         return bytes(data)
 
 
-def _open_tensors(folder: Path, subject: str) -> TensorFile:
+def open_tensors(folder: Path, subject: str) -> TensorFile:
+    """The tensors of an adapter folder, their headers read and checked.
+
+    Args:
+        folder: of the adapter.
+        subject: what errors are about.
+
+    Raises:
+        AdapterFormatError: the file is missing, unreadable or no well-formed safetensors file.
+        AdapterUnsupportedError: the tensors are pickled.
+    """
     path = folder / TENSORS_NAME
     if not os.path.lexists(path) and os.path.lexists(folder / PICKLE_NAME):
         raise AdapterUnsupportedError(

@@ -95,6 +95,9 @@ class TensorFile:
         path: the file.
         subject: what errors are about ("adapter '/path'").
 
+    Attributes:
+        nbytes: size of the file.
+
     Raises:
         AdapterFormatError: on entry, if it cannot be read or is no well-formed safetensors file.
     """
@@ -104,7 +107,7 @@ class TensorFile:
         self._name = path.name
         with ExitStack() as stack:
             self._file = stack.enter_context(open_regular(path, subject))
-            size = os.fstat(self._file.fileno()).st_size
+            self.nbytes = size = os.fstat(self._file.fileno()).st_size
             self._data_begin, entries = self._read_header(size)
             self._headers, self._spans = self._layout(entries, size - self._data_begin)
             stack.pop_all()  # well-formed: `__exit__` closes it

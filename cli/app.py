@@ -11,7 +11,9 @@ from .. import __version__
 from ..core.errors import BranchlineError
 from .audit import audit
 from .generate import generate
+from .inspect import inspect
 from .output import note
+from .quantize import quantize
 from .verify import verify
 
 
@@ -36,6 +38,8 @@ app = typer.Typer(
 )
 app.command()(audit)
 app.command()(generate)
+app.command()(inspect)
+app.command()(quantize)
 app.command()(verify)
 
 

@@ -14,13 +14,12 @@ from rich.markup import escape
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
-_PANEL = "Wrapping"
 _SEQUENCES = (tuple, list, set, frozenset)
 _BOUNDS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
 
 
 def with_settings(
-    model: type[_Model],
+    model: type[_Model], panel: str = "Wrapping"
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command one flag for each field of `model`, in place of its parameter `settings`.
 
@@ -29,12 +28,13 @@ def with_settings(
 
     Args:
         model: name, type, default, description and bounds of its fields make the flags.
+        panel: heading of these flags in the help.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         # typer reads the signature; from a string annotation it could not resolve a made-up one.
         signature = inspect.signature(command, eval_str=True)
-        flags = [_flag(name, field) for name, field in model.model_fields.items()]
+        flags = [_flag(name, field, panel) for name, field in model.model_fields.items()]
         own = [p for p in signature.parameters.values() if p.name != "settings"]
 
         def run(context: typer.Context, **given: Any) -> None:
@@ -61,12 +61,12 @@ def flag_name(field: str) -> str:
     return f"--{field.replace('_', '-')}"
 
 
-def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
+def _flag(name: str, field: FieldInfo, panel: str) -> inspect.Parameter:
     kind = _option_type(name, field.annotation)
     flag = flag_name(name)
     # What is off anyway needs no second flag to switch it off.
     declaration = f"{flag}/{flag_name('no_' + name)}" if field.default is True else flag
-    option = typer.Option(declaration, help=_help(field), rich_help_panel=_PANEL)
+    option = typer.Option(declaration, help=_help(field), rich_help_panel=panel)
     return inspect.Parameter(
         name,
         # In any order, required ones behind those with a default too.

@@ -38,6 +38,10 @@ class ScaleError(BranchlineError, ValueError):
     """A quantisation scale that is absent, non-positive, not finite or of the wrong shape."""
 
 
+class CheckpointError(BranchlineError, ValueError):
+    """A quantised checkpoint that contradicts itself, is incomplete or of an unserved format."""
+
+
 class WrapError(BranchlineError):
     """A model, or a part of one, that cannot be wrapped."""
 

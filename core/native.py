@@ -18,7 +18,7 @@ import torch
 
 from .errors import ConfigError
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 ISA_VARIABLE = "BRANCHLINE_NATIVE_ISA"
 _ISAS = ("scalar", "avx2", "avx512")
 
@@ -53,6 +53,19 @@ class Epilogue(IntEnum):
     GROUP = 3
     NVFP4 = 4
 
+
+class InputKind(IntEnum):
+    """enum bl_input_kind."""
+
+    E4M3 = 0
+    BF16 = 1
+    F32 = 2
+
+
+#: BL_PANEL: output channels that a packed weight keeps together.
+PANEL = 64
+#: BL_MATMULS: the most matmuls of one call.
+MATMULS = 8
 
 #: enum bl_scale_dtype and enum bl_lora_dtype.
 SCALE_DTYPES = {torch.float32: 0, torch.float8_e8m0fnu: 1, torch.float8_e4m3fn: 2}
@@ -135,10 +148,36 @@ class Output(ctypes.Structure):
     )
 
 
+class Matmul(ctypes.Structure):
+    """struct bl_matmul."""
+
+    _fields_ = (
+        ("rows", _I64),
+        ("columns", _I64),
+        ("out_features", _I64),
+        ("x", _PTR),
+        ("x_kind", _I64),
+        ("x_stride", _I64),
+        ("x_scale", _PTR),
+        ("x_scale_stride", _I64),
+        ("x_group", _I64),
+        ("codes", _PTR),
+        ("weight_scale", _PTR),
+        ("weight_group", _I64),
+        ("weight_each_channel", _I64),
+        ("block", _I64),
+        ("bias", _PTR),
+        ("out", _PTR),
+        ("out_bf16", _I64),
+        ("out_stride", _I64),
+    )
+
+
 _OUTPUT = ctypes.POINTER(Output)
 _SIGNATURES: dict[str, tuple[list[Any], Any]] = {
     "bl_activation": ([ctypes.POINTER(ActivationSource), _OUTPUT, _I64, _I64, _INT], _INT),
     "bl_norm": ([ctypes.POINTER(NormSource), _OUTPUT, _I64, _I64, _INT], _INT),
+    "bl_matmul": ([ctypes.POINTER(Matmul), _I64, _INT], _INT),
     "bl_fp8_decode": ([_PTR, _I64, _PTR, _I64, _I64, _I64, _INT], None),
 }
 

@@ -49,6 +49,8 @@ class QuantizedActivation:
         global_scale: float32, one element, for keys that have one.
         shrunk: where the producer absorbed LoRA branches, the shrunk rows by the name of the
             linear: float32 (M, width), the M rows of the activation flattened; else None.
+        shared_outputs: where several linears read this object, what one kernel computed for the
+            others, by kernel; None where nobody may leave anything here.
 
     Raises:
         MalformedActivationError: a dtype, shape or device that contradicts the key.
@@ -63,6 +65,7 @@ class QuantizedActivation:
     producer: str = "an unnamed producer"
     global_scale: torch.Tensor | None = None
     shrunk: Mapping[str, torch.Tensor] | None = None
+    shared_outputs: dict[Any, torch.Tensor] | None = None
     codes: torch.Tensor = field(init=False)
 
     def __post_init__(self, data: torch.Tensor) -> None:
@@ -90,6 +93,11 @@ class QuantizedActivation:
         made = object.__new__(cls)
         made.__dict__.update(fields)
         return made
+
+    def shared(self) -> QuantizedActivation:
+        """This activation, for several linears that read this one object."""
+        object.__setattr__(self, "shared_outputs", {})
+        return self
 
     def _fault(self) -> str | None:
         key = self.quant_key

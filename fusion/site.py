@@ -20,6 +20,7 @@ from ..linear import ops
 from ..linear.batch import Batch, BatchPlan
 from ..linear.contract import InputContract
 from ..linear.hooks import hook_names
+from ..linear.kernels.native_fp8 import group_siblings
 from ..linear.outputs import RawRequest
 from ..linear.registry import LayerRegistry, RawReader
 from ..linear.routed import RoutedLinear
@@ -135,6 +136,10 @@ class Site(nn.Module):
         """What the consumers take; meaningful where they all take the same."""
         return self.layers[0].kernel.contract
 
+    def group_kernels(self) -> None:
+        """Let consumers that take the same codes be multiplied in one call."""
+        group_siblings([layer.kernel for layer in self.layers])
+
     def common_key(self) -> QuantKey | None:
         """The key that all consumers take; None where they take no codes, or not the same."""
         keys = {layer.kernel.contract.key for layer in self.layers}
@@ -195,7 +200,7 @@ class Site(nn.Module):
                 )
         out = producer.produce(semantics, inputs, emission).activation
         self.counters.count(emission.route)
-        return out
+        return out.shared() if len(self.layers) > 1 else out
 
     def emission(self, batch: Batch) -> Emission:
         """What this site emits in `batch`; the same object for all of its forwards."""

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from ..core.errors import BranchlineError, CalibrationError
-from ..core.oracle import FP8_MAX
+from ..core.oracle import FP4_MAX, FP8_MAX
+from .quantized_weight import storable_global_scale
 from .registry import LayerRegistry
 from .routed import RoutedLinear, RowLayout
 
@@ -56,6 +57,12 @@ class Observer:
         encoding = int(torch.searchsorted(histogram.cumsum(0), rank))
         return float(torch.tensor(encoding, dtype=torch.int16).view(torch.bfloat16))
 
+    def saturated(self, histogram: torch.Tensor) -> float:
+        """The share of the counted magnitudes, 0 to 1, that lie above the chosen one."""
+        total = int(histogram.sum())
+        chosen = torch.tensor([self.choose(histogram)], dtype=torch.bfloat16).view(torch.int16)
+        return int(histogram[int(chosen) + 1 :].sum()) / total if total else 0.0
+
 
 @dataclass(frozen=True)
 class Calibration:
@@ -86,6 +93,15 @@ class Calibration:
                 "calibrate with prompts that reach the layer, or use quant='fp8-dynamic'",
             )
         return amax / FP8_MAX
+
+    def global_scale(self, layer: str) -> float:
+        """amax / (6 * 448): the largest block scale of NVFP4 becomes the largest e4m3 number.
+
+        Raises:
+            CalibrationError: as `input_scale`.
+        """
+        scale = torch.tensor([self.input_scale(layer) / FP4_MAX])
+        return storable_global_scale(scale).item()
 
     def check_belongs(self, layers: Container[str]) -> None:
         """Refuse the calibration of another model.
@@ -177,6 +193,20 @@ def calibrate(
     Raises:
         CalibrationError: no batches, or an activation that is not finite.
     """
+    return choose_ranges(registry, count_magnitudes(model, registry, batches), observer)
+
+
+def count_magnitudes(
+    model: nn.Module, registry: LayerRegistry, batches: Iterable[Mapping[str, Any]]
+) -> dict[str, torch.Tensor]:
+    """Run `batches` as `calibrate` does; how often each layer saw each magnitude.
+
+    Returns:
+        int64 (32768,) by layer name; see `Observer.choose`.
+
+    Raises:
+        CalibrationError: no batches, or an activation that is not finite.
+    """
     histograms: dict[str, torch.Tensor] = {}
     seen = 0
     for batch in batches:
@@ -186,6 +216,13 @@ def calibrate(
         seen += 1
     if not seen:
         raise CalibrationError("calibration", "no prompts were given", "pass a few typical prompts")
+    return histograms
+
+
+def choose_ranges(
+    registry: LayerRegistry, histograms: Mapping[str, torch.Tensor], observer: Observer
+) -> Calibration:
+    """The input range of each layer that `count_magnitudes` saw."""
     tokens = 0
     for layer in registry:
         if layer.name in histograms:

@@ -17,9 +17,11 @@ class InputScale:
 
     Attributes:
         value: float32, shape (1,), on the consumer's device: a copy, not to be written to.
+        source: where it comes from: "calibration", or a tensor of the checkpoint.
     """
 
     value: torch.Tensor
+    source: str = ""
 
     def __post_init__(self) -> None:
         # Codes are made with `reciprocal` and read with `value`: they may not drift apart when
@@ -27,13 +29,15 @@ class InputScale:
         object.__setattr__(self, "value", self.value.detach().clone())
 
     @classmethod
-    def checked(cls, scale: torch.Tensor | float | None, subject: str) -> InputScale:
+    def checked(
+        cls, scale: torch.Tensor | float | None, subject: str, source: str = ""
+    ) -> InputScale:
         """Validate a scale for the layer `subject`.
 
         Raises:
             ScaleError: absent, non-positive, not finite or of more than one element.
         """
-        return cls(check_static_scale(scale, subject))
+        return cls(check_static_scale(scale, subject), source)
 
     @cached_property
     def reciprocal(self) -> float:

@@ -137,6 +137,7 @@ class Outputs:
             producer=producer,
             global_scale=None if given is None else given.value,
             shrunk=shrunk,
+            shared_outputs=None,
         )
 
 

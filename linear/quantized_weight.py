@@ -156,7 +156,15 @@ def holds_nan(codes: torch.Tensor) -> bool:
 def _global_scale(weight: torch.Tensor) -> torch.Tensor:
     """float32 (1,): the largest block scale becomes the largest e4m3 number."""
     amax = weight.abs().amax().float() if weight.numel() else torch.zeros(())
-    return (amax.clamp(min=AMAX_FLOOR) / (FP4_MAX * FP8_MAX)).reshape(1)
+    return storable_global_scale((amax.clamp(min=AMAX_FLOOR) / (FP4_MAX * FP8_MAX)).reshape(1))
+
+
+def storable_global_scale(scale: torch.Tensor) -> torch.Tensor:
+    """The float32 number next to `scale` that is its reciprocal's reciprocal.
+
+    Checkpoints store the reciprocal; read again, another number would be one rounding off.
+    """
+    return scale.reciprocal().reciprocal()
 
 
 def _quantize(

@@ -10,11 +10,23 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 from transformers.pytorch_utils import Conv1D
 
+from .quantized_linear import QuantizedLinear
+
 LinearModule = nn.Linear | Conv1D
+#: What a model's linears may be: its own, or those of a quantised checkpoint.
+AnyLinear = LinearModule | QuantizedLinear
 
 
 def linear_refusal(module: nn.Module) -> str | None:
     """Why `module` cannot be wrapped; None where it can.  Looks at behaviour, not at names."""
+    reason = kind_refusal(module)
+    if reason is None and isinstance(module, LinearModule) and module.weight.is_meta:
+        return "its weight lies on the meta device"
+    return reason
+
+
+def kind_refusal(module: nn.Module) -> str | None:
+    """Why `module` is no linear that we understand, wherever its weight lies; None where it is."""
     cls = type(module)
     if not isinstance(module, (nn.Linear, Conv1D)):
         return f"{cls.__qualname__} is neither nn.Linear nor transformers' Conv1D"
@@ -30,16 +42,19 @@ def linear_refusal(module: nn.Module) -> str | None:
         return "its weight is not initialised yet"
     if not weight.dtype.is_floating_point or weight.dtype.itemsize < 2:
         return f"its weight is {weight.dtype}"
-    if weight.is_meta:
-        return "its weight lies on the meta device"
     return None
 
 
-def linear_shape(module: LinearModule) -> tuple[int, int]:
+def linear_shape(module: AnyLinear) -> tuple[int, int]:
     """(N, K) of an `nn.Linear` or a `Conv1D`, whose weight is stored transposed."""
     if isinstance(module, Conv1D):
         return module.weight.shape[1], module.weight.shape[0]
     return module.out_features, module.in_features
+
+
+def linear_device(module: AnyLinear) -> torch.device:
+    """Where its weight lies."""
+    return module.device if isinstance(module, QuantizedLinear) else module.weight.device
 
 
 def float_weight(module: LinearModule) -> torch.Tensor:
@@ -57,22 +72,22 @@ class FoundLinear:
         paths: every name it has in the model; the first is the one it is called by.
     """
 
-    module: LinearModule
+    module: AnyLinear
     paths: tuple[str, ...]
 
 
 def find_linears(model: nn.Module) -> tuple[dict[str, FoundLinear], dict[str, str]]:
     """The linears of `model` that can be wrapped, and why the others cannot; by name."""
     paths: dict[int, list[str]] = {}
-    modules: dict[int, LinearModule] = {}
+    modules: dict[int, AnyLinear] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, nn.Linear | Conv1D):
+        if isinstance(module, AnyLinear):
             paths.setdefault(id(module), []).append(name)
             modules[id(module)] = module
     found: dict[str, FoundLinear] = {}
     refused: dict[str, str] = {}
     for key, module in modules.items():
-        reason = linear_refusal(module)
+        reason = None if isinstance(module, QuantizedLinear) else linear_refusal(module)
         if reason is None:
             found[paths[key][0]] = FoundLinear(module, tuple(paths[key]))
         else:

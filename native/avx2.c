@@ -12,6 +12,9 @@
 #include <string.h>
 
 #define BL_KERNELS bl_kernels_avx2
+/* Of 16 registers, 12 are sums. */
+#define BL_WIDE 2
+#define BL_DIRECT 2
 #define BL_INLINE static inline __attribute__((always_inline))
 
 enum { LANES = 8 };
@@ -50,6 +53,25 @@ BL_INLINE void v_store(float *p, vf x) { _mm256_storeu_ps(p, x); }
 BL_INLINE vi vi_load_bytes(const uint8_t *p)
 {
     return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
+}
+
+BL_INLINE vi vi_load_halves(const uint16_t *p)
+{
+    return _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
+}
+
+/* e4m3 in the upper byte of a word, moved one bit down below its sign, is a half with 2**-8 of its
+ * value, subnormals included. */
+BL_INLINE void decode_group(const uint8_t *p, vf out[4])
+{
+    const vi mask = _mm256_set1_epi16((short)0xBF80);
+    vi words = vi_load(p);
+    vi low = _mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(words, 8), 1), mask);
+    vi high = _mm256_and_si256(_mm256_srai_epi16(words, 1), mask);
+    out[0] = _mm256_cvtph_ps(_mm256_castsi256_si128(low));
+    out[1] = _mm256_cvtph_ps(_mm256_extracti128_si256(low, 1));
+    out[2] = _mm256_cvtph_ps(_mm256_castsi256_si128(high));
+    out[3] = _mm256_cvtph_ps(_mm256_extracti128_si256(high, 1));
 }
 
 BL_INLINE vf v_spread_16(const float *p) { return _mm256_set1_ps(*p); }

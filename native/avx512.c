@@ -14,6 +14,9 @@
 #include <string.h>
 
 #define BL_KERNELS bl_kernels_avx512
+/* Of 32 registers, 24 are sums. */
+#define BL_WIDE 4
+#define BL_DIRECT 4
 #define BL_INLINE static inline __attribute__((always_inline))
 
 enum { LANES = 16 };
@@ -47,6 +50,25 @@ BL_INLINE void v_store(float *p, vf x) { _mm512_storeu_ps(p, x); }
 BL_INLINE vi vi_load_bytes(const uint8_t *p)
 {
     return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+}
+
+BL_INLINE vi vi_load_halves(const uint16_t *p)
+{
+    return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
+}
+
+/* e4m3 in the upper byte of a word, moved one bit down below its sign, is a half with 2**-8 of its
+ * value, subnormals included. */
+BL_INLINE void decode_group(const uint8_t *p, vf out[4])
+{
+    const vi mask = _mm512_set1_epi16((short)0xBF80);
+    vi words = _mm512_loadu_si512(p);
+    vi low = _mm512_and_si512(_mm512_srai_epi16(_mm512_slli_epi16(words, 8), 1), mask);
+    vi high = _mm512_and_si512(_mm512_srai_epi16(words, 1), mask);
+    out[0] = _mm512_cvtph_ps(_mm512_castsi512_si256(low));
+    out[1] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(low, 1));
+    out[2] = _mm512_cvtph_ps(_mm512_castsi512_si256(high));
+    out[3] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(high, 1));
 }
 
 BL_INLINE vf v_spread_16(const float *p)

@@ -11,6 +11,7 @@ BL_EXPORT int bl_set_isa(int isa);
 BL_EXPORT bl_activation_fn bl_activation;
 BL_EXPORT bl_norm_fn bl_norm;
 BL_EXPORT bl_fp8_decode_fn bl_fp8_decode;
+BL_EXPORT bl_matmul_fn bl_matmul;
 
 static const struct bl_kernels *chosen = &bl_kernels_scalar;
 
@@ -66,4 +67,9 @@ void bl_fp8_decode(const uint8_t *codes, int64_t codes_stride, float *out, int64
                    int64_t rows, int64_t cols, int threads)
 {
     chosen->fp8_decode(codes, codes_stride, out, out_stride, rows, cols, threads);
+}
+
+int bl_matmul(const struct bl_matmul *specs, int64_t count, int threads)
+{
+    return chosen->matmul(specs, count, threads);
 }

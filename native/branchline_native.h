@@ -11,7 +11,7 @@
 
 #include <stdint.h>
 
-#define BL_ABI_VERSION 3
+#define BL_ABI_VERSION 4
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define BL_X86 1
@@ -101,10 +101,44 @@ typedef int bl_norm_fn(const struct bl_norm_source *source, const struct bl_outp
 typedef void bl_fp8_decode_fn(const uint8_t *codes, int64_t codes_stride, float *out,
                               int64_t out_stride, int64_t rows, int64_t cols, int threads);
 
+/* Output channels that a packed weight keeps together. */
+#define BL_PANEL 64
+/* Decoded weights are this much smaller than their value, decoded activations larger. */
+#define BL_WEIGHT_BIAS 256.0f
+
+enum bl_input_kind { BL_INPUT_E4M3 = 0, BL_INPUT_BF16 = 1, BL_INPUT_F32 = 2 };
+
+/* The rows of x times a packed weight (matmul.h), scaled, plus a bias.  Vectors by channel are as
+ * long as whole panels.  Activations in float32 must have no more bits than a half. */
+struct bl_matmul {
+    int64_t rows, columns, out_features;
+    const void *x;
+    int64_t x_kind, x_stride; /* elements */
+    const float *x_scale;     /* NULL for activations that are no codes */
+    int64_t x_scale_stride;   /* from row to row; 0: one for all */
+    int64_t x_group;          /* columns that share a scale; 0: all */
+    const uint8_t *codes;     /* (panels, columns, BL_PANEL) */
+    const float *weight_scale; /* by channel; or (panels, groups), or (panels, groups, BL_PANEL) */
+    int64_t weight_group;     /* columns that share a scale; 0: all */
+    int64_t weight_each_channel;
+    int64_t block; /* columns of a block sum: x_group and weight_group are multiples of it */
+    const float *bias; /* NULL: none */
+    void *out;
+    int64_t out_bf16; /* else float32 */
+    int64_t out_stride;
+};
+
+/* The most of them that one call computes, side by side. */
+#define BL_MATMULS 8
+
+/* 0, or -1: no memory for scratch buffers. */
+typedef int bl_matmul_fn(const struct bl_matmul *specs, int64_t count, int threads);
+
 struct bl_kernels {
     bl_activation_fn *activation;
     bl_norm_fn *norm;
     bl_fp8_decode_fn *fp8_decode;
+    bl_matmul_fn *matmul;
 };
 
 extern const struct bl_kernels bl_kernels_scalar;

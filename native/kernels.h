@@ -6,7 +6,9 @@
  * vi_min, vi_max and vi_if_gt see non-negative numbers only, or their result does not matter.
  * vi_store_halves and vi_store_bytes write the low 16 and 8 bits of each lane.  vh_* see a vi as
  * 2 * LANES halves; vh_magnitude clears their signs and makes NaN 0.  v_spread_16 gives each lane
- * the number of its group, for groups of 16 elements of which a lane has two.
+ * the number of its group, for groups of 16 elements of which a lane has two.  decode_group decodes
+ * 4 * LANES codes, as matmul.h has them, to 2**-8 of their value, NaN excepted; BL_WIDE and BL_DIRECT
+ * are that file's.
  *
  * A tail shorter than a vector goes through the same vector code on a padded copy, so that an
  * element's bytes do not depend on where in its row it stands.
@@ -35,5 +37,6 @@ enum { STEP = 2 * LANES, TAIL = 2 * STEP };
 #include "rows.h"
 #include "activation.h"
 #include "norm.h"
+#include "matmul.h"
 
-const struct bl_kernels BL_KERNELS = {activation, norm, fp8_decode};
+const struct bl_kernels BL_KERNELS = {activation, norm, fp8_decode, matmul};

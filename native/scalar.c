@@ -4,6 +4,8 @@
 #include "branchline_native.h"
 
 #define BL_KERNELS bl_kernels_scalar
+#define BL_WIDE 4
+#define BL_DIRECT 1
 #define BL_INLINE static inline __attribute__((always_inline))
 
 enum { LANES = 1 };
@@ -47,6 +49,24 @@ BL_INLINE void vi_store_bytes(uint8_t *p, vi x) { *p = (uint8_t)x; }
 BL_INLINE vf v_load(const float *p) { return *p; }
 BL_INLINE void v_store(float *p, vf x) { *p = x; }
 BL_INLINE vi vi_load_bytes(const uint8_t *p) { return *p; }
+BL_INLINE vi vi_load_halves(const uint16_t *p) { return *p; }
+
+BL_INLINE vf decode_byte(uint8_t code)
+{
+    vi magnitude = code & 0x7F;
+    vi normal = (magnitude << 20) + ((127 - 7 - 8) << 23);
+    vi subnormal = v_bits((float)magnitude * 0x1p-17f);
+    vi value = magnitude < 8 ? subnormal : normal;
+    return v_from_bits(value | (vi)(code & 0x80) << 24);
+}
+
+BL_INLINE void decode_group(const uint8_t *p, vf out[4])
+{
+    const int order[4] = {0, 2, 1, 3};
+    for (int i = 0; i < 4; i++)
+        out[i] = decode_byte(p[order[i]]);
+}
+
 BL_INLINE vf v_spread_16(const float *p) { return *p; }
 BL_INLINE vf v_evens(vf a, vf b) { return (void)b, a; }
 BL_INLINE vf v_odds(vf a, vf b) { return (void)a, b; }

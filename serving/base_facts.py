@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from peft import PeftModel
 from torch import nn
 from transformers.models.auto import modeling_auto
-from transformers.pytorch_utils import Conv1D
 
 from ..adapters.from_peft import plain_modules
 from ..adapters.source import BaseFacts, TargetLayer
-from ..linear.weights import linear_shape
+from ..linear.weights import AnyLinear, linear_shape
 
 # PEFT's task types by the registry in which transformers lists the model's class.
 _TASKS = (
@@ -30,7 +29,7 @@ def base_facts(model: nn.Module) -> BaseFacts:
     layers = {
         name: TargetLayer(name, in_features, out_features)
         for name, module in modules.items()
-        if isinstance(module, nn.Linear | Conv1D)
+        if isinstance(module, AnyLinear)
         for out_features, in_features in [linear_shape(module)]
     }
     return BaseFacts(

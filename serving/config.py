@@ -9,6 +9,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from ..core.errors import ConfigError
+from ..core.scheme import SCHEMES, LinearScheme
+from ..linear.kernels.selection import kernel_names
 from ..policies.policy import make_policy
 
 
@@ -18,6 +20,22 @@ class Quant(StrEnum):
     NONE = "none"
     FP8_STATIC = "fp8-static"
     FP8_DYNAMIC = "fp8-dynamic"
+    FP8_BLOCK = "fp8-block"
+    FP8_BLOCK_UE8M0 = "fp8-block-ue8m0"
+    FP8_WEIGHT_ONLY = "fp8-weight-only"
+    MXFP8 = "mxfp8"
+    NVFP4 = "nvfp4"
+
+    @property
+    def scheme(self) -> LinearScheme | None:
+        """Of the linears; None where they stay as they are."""
+        return SCHEMES.get(self.value)
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether inputs have a scale that is measured beforehand."""
+        key = None if self.scheme is None else self.scheme.input
+        return key is not None and (key.static or key.global_scale)
 
 
 class LoraDtype(StrEnum):
@@ -40,7 +58,10 @@ class WrapConfig(BaseModel):
 
     quant: Annotated[
         Quant,
-        Field(description="What the linears consume; fp8-static needs calibration prompts."),
+        Field(
+            description="How linears are quantised; fp8-static and nvfp4 need calibration "
+            "prompts.  Not for a checkpoint that is quantised already."
+        ),
     ] = Quant.FP8_DYNAMIC
     policy: Annotated[
         str,
@@ -76,6 +97,21 @@ class WrapConfig(BaseModel):
         str | None,
         Field(description="Force one producer (triton, native, eager); refuses if it cannot run."),
     ] = None
+
+    linear_kernel: Annotated[
+        str | None,
+        Field(
+            description="Force one base matmul kernel "
+            f"({', '.join(kernel_names())}); refuses if it cannot run."
+        ),
+    ] = None
+
+    @field_validator("linear_kernel")
+    @classmethod
+    def _known_kernel(cls, value: str | None) -> str | None:
+        if value is not None and value not in kernel_names():
+            raise ValueError(f"unknown kernel; choose one of {', '.join(kernel_names())}")
+        return value
 
     @field_validator("policy")
     @classmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -16,26 +16,37 @@ from torch import nn
 from ..adapters.from_peft import unwrap_peft, weights_from_peft
 from ..adapters.manager import AdapterManager
 from ..adapters.source import AdapterWeights, BaseFacts
-from ..core.errors import CalibrationError, ConfigError, KernelUnavailableError, WrapError
+from ..core.errors import (
+    BranchlineError,
+    CalibrationError,
+    ConfigError,
+    KernelUnavailableError,
+    WrapError,
+)
 from ..core.platform import detect_platform
-from ..core.quant_key import FP8_DYNAMIC_TOKEN, FP8_STATIC_TENSOR
 from ..fusion import REGISTRY, discover
+from ..fusion.site import Site
 from ..linear.batch import FusionRules
 from ..linear.calibration import Calibration, Observer, calibrate
-from ..linear.contract import InputContract, InputScale
+from ..linear.contract import InputContract
 from ..linear.hooks import move_hooks, unwatch_hooks
-from ..linear.kernels.emulated import EmulatedLinear
+from ..linear.kernels.base import LinearKernel, QuantizedKernel
+from ..linear.kernels.build import build_kernel, calibrated_contract
 from ..linear.kernels.float import FloatLinear
+from ..linear.quantized_linear import QuantizedLinear
 from ..linear.quantized_weight import QuantizedWeight
 from ..linear.registry import LayerRegistry, Unwrapped
 from ..linear.routed import RoutedLinear
-from ..linear.weights import FoundLinear, find_linears, float_weight
+from ..linear.weights import AnyLinear, FoundLinear, find_linears, float_weight, linear_device
 from ..policies.planner import Planner
 from ..policies.policy import make_policy
 from .base_facts import base_facts
-from .config import Quant, WrapConfig
+from .config import WrapConfig
 from .inputs import Prompts, calibration_batches, example_inputs
 from .model import ServedModel
+
+# Settings that a quantised checkpoint has answered.
+_HOW_TO_QUANTIZE = ("quant", "ignore", "quantize_lm_head")
 
 
 def wrap(
@@ -87,6 +98,7 @@ class _Wrapping:
         self.undo = undo
         self.registry = LayerRegistry()
         self.adapters: dict[str, AdapterWeights] = {}
+        self.quantized: set[str] = set()
         self.training = model.training
         self.model = self._take_over(model)
 
@@ -104,8 +116,9 @@ class _Wrapping:
         self._check_settings(calibration)
         found = discover(self.model, self.registry, example or example_inputs(self.model))
         ranges = self._ranges(calibration, tokenizer)
-        if self.config.quant != Quant.NONE:
-            self._quantize(originals, skipped, ranges)
+        self._quantize(originals, skipped, ranges)
+        _group_kernels(found.sites)
+        self.registry.listen(lambda epoch, reason: _group_kernels(found.sites))
         found.install()
         self.undo.callback(found.uninstall)
         planner = Planner(
@@ -181,14 +194,9 @@ class _Wrapping:
             )
         for index, (name, found) in enumerate(originals.items()):
             module = found.module
-            layer = RoutedLinear(
-                name,
-                index,
-                FloatLinear(module),
-                self.registry,
-                module.weight.dtype,
-                module.weight.device,
-            )
+            kernel = self._first_kernel(name, module)
+            device = linear_device(module)
+            layer = RoutedLinear(name, index, kernel, self.registry, module.weight.dtype, device)
             move_hooks(module, layer)
             self.undo.callback(move_hooks, layer, module)
             self.undo.callback(unwatch_hooks, layer)
@@ -198,14 +206,38 @@ class _Wrapping:
             self.registry.add(layer)
         return originals
 
+    def _first_kernel(self, name: str, module: AnyLinear) -> LinearKernel:
+        """The model's own multiplication, until the wrap quantises it."""
+        if not isinstance(module, QuantizedLinear):
+            return FloatLinear(module)
+        weight = module.release()
+        try:
+            kernel = self._kernel(name, weight, module.bias, module.contract)
+        except BranchlineError:
+            module.restore(weight)
+            raise
+        self.undo.callback(lambda: module.restore(kernel.quantized_weight()))
+        self.quantized.add(name)
+        return kernel
+
+    def _kernel(
+        self,
+        name: str,
+        weight: QuantizedWeight,
+        bias: torch.Tensor | None,
+        contract: InputContract,
+    ) -> QuantizedKernel:
+        platform = detect_platform(weight.codes.device)
+        return build_kernel(name, weight, bias, contract, platform, self.config.linear_kernel)
+
     def _ranges(
         self, calibration: Prompts | Calibration | str | Path | None, tokenizer: Any
     ) -> Calibration | None:
-        if self.config.quant != Quant.FP8_STATIC:
+        if not self._calibrated():
             return None
         if calibration is None:
             raise CalibrationError(
-                "quant='fp8-static'",
+                self._quant,
                 "needs input scales, but no calibration was given",
                 "pass calibration=prompts (or a saved calibration), or use quant='fp8-dynamic'",
             )
@@ -218,11 +250,19 @@ class _Wrapping:
         return calibrate(self.model, self.registry, batches, Observer(self.config.percentile))
 
     def _check_settings(self, calibration: object) -> None:
-        """Refuse calibration settings that would otherwise be ignored."""
-        static = self.config.quant == Quant.FP8_STATIC
-        if not static and calibration is not None:
+        """Refuse settings that would otherwise be ignored."""
+        given = [name for name in _HOW_TO_QUANTIZE if name in self.config.model_fields_set]
+        if self.quantized and given:
             raise ConfigError(
-                f"quant='{self.config.quant}'",
+                f"setting {given[0]}={getattr(self.config, given[0])!r}",
+                f"the checkpoint is quantised already ({len(self.quantized)} linears)",
+                "drop the setting, or load an unquantised checkpoint",
+            )
+        static = self._calibrated()
+        if not static and calibration is not None:
+            subject = "a quantised checkpoint" if self.quantized else self._quant
+            raise ConfigError(
+                subject,
                 "has no static scales to calibrate",
                 "drop the calibration, or use quant='fp8-static'",
             )
@@ -234,24 +274,30 @@ class _Wrapping:
                 "drop it, or calibrate again with quant='fp8-static'",
             )
 
+    @property
+    def _quant(self) -> str:
+        return f"quant='{self.config.quant}'"
+
+    def _calibrated(self) -> bool:
+        return self.config.quant.calibrated and not self.quantized
+
     def _quantize(
         self,
         originals: dict[str, FoundLinear],
         skipped: set[str],
         ranges: Calibration | None,
     ) -> None:
+        scheme = self.config.quant.scheme
+        if scheme is None or self.quantized:
+            return
         skipped = skipped | self._whose_weight_is_read()
         for name, found in originals.items():
-            if name in skipped:
-                continue
             module = found.module
-            layer = self.registry.layers[name]
-            weight = QuantizedWeight.from_float(float_weight(module), name)
-            contract = InputContract(FP8_DYNAMIC_TOKEN)
-            if ranges is not None:
-                scale = torch.tensor([ranges.input_scale(name)], device=layer.device)
-                contract = InputContract(FP8_STATIC_TENSOR, InputScale.checked(scale, name))
-            layer.kernel = EmulatedLinear(weight, module.bias, contract)
+            if name in skipped or isinstance(module, QuantizedLinear):
+                continue
+            weight = QuantizedWeight.from_float(float_weight(module), name, scheme.weight)
+            contract = calibrated_contract(scheme, name, ranges, weight.codes.device)
+            self.registry.layers[name].kernel = self._kernel(name, weight, module.bias, contract)
 
     def _note_ties(self, originals: dict[str, FoundLinear], skipped: set[str]) -> None:
         """Say which linears share their weight with another module, and what became of it."""
@@ -327,3 +373,8 @@ class _Wrapping:
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, module)
+
+
+def _group_kernels(sites: Iterable[Site]) -> None:
+    for site in sites:
+        site.group_kernels()

@@ -30,8 +30,14 @@ def test_the_cpu_benchmarks_run():
 def test_the_gpu_script_runs(tmp_path):
     out = tmp_path / "results.json"
     small = ["--device", "cpu", "--rows", "2", "--columns", "64", "--rounds", "1", "--no-verify"]
+    small += ["--tokens", "2", "17", "--weights", "64x128"]
     run("benchmarks.gpu", *small, "--out", str(out))
-    lines = json.loads(out.read_text(encoding="utf-8"))["lines"]
+    results = json.loads(out.read_text(encoding="utf-8"))
+    lines, matmuls = results["lines"], results["matmuls"]
     assert {line["producer"] for line in lines} == {"triton"}
     assert {line["route"] for line in lines} == {"fused", "dual", "absorbed"}
     assert all(line["microseconds"] > 0 for line in lines)
+    triton = {"triton-rowwise", "triton-block"}
+    assert {line["kernel"] for line in matmuls} >= triton
+    assert {line["rows"] for line in matmuls} == {2, 17}
+    assert all(line["microseconds"] > 0 for line in matmuls)

@@ -1,21 +1,22 @@
-"""Producers on a GPU: checked against the definition, then timed.
+"""Producers and base matmuls on a GPU: checked against the definition, then timed.
 
-``python -m benchmarks.gpu --out results.json`` takes a few minutes.  Every time is a median beside
-that of the eager pair and of a plain copy of the input, in one process.
+``python -m benchmarks.gpu --out results.json`` takes a few minutes.  Every time of a producer is a
+median beside that of the eager pair and of a plain copy of the input, in one process; that of a
+matmul beside bfloat16's.  ``--only matmul`` takes less than two minutes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.gpu import matmul
+from benchmarks.gpu.timing import alternate
 from benchmarks.harness import GLOBAL_SCALE, SCALE, random_bf16, say
 from branchline.core import (
     FP8_DYNAMIC_GROUP128,
@@ -110,7 +111,7 @@ def _measure(
         return quantize_for(raw, emission, "eager"), shrunk
 
     _refuse_other_codes(producer, semantics, inputs, emission)
-    times = _alternate((ours, eager, inputs[0].clone), device, rounds)
+    times = alternate((ours, eager, inputs[0].clone), device, rounds)
     share = {Route.FUSED: 0, Route.DUAL: max(1, rows // SLOTS), Route.ABSORBED: rows}[route]
     traffic = SiteTraffic(rows, columns, torch.bfloat16, key, share, RANK if share else 0)
     return {
@@ -151,33 +152,6 @@ def _refuse_other_codes(producer, semantics, inputs, emission) -> None:
         raise AssertionError(f"{semantics} {emission.contract.key}: {differing} codes differ")
 
 
-def _alternate(
-    functions: tuple[Callable[[], object], ...], device: str, rounds: int
-) -> list[float]:
-    times: list[list[float]] = [[] for _ in functions]
-    for measured in range(-3, rounds):
-        for function, record in zip(functions, times, strict=True):
-            seconds = _seconds(function, device)
-            if measured >= 0:
-                record.append(seconds)
-    return [statistics.median(record) for record in times]
-
-
-def _seconds(function: Callable[[], object], device: str) -> float:
-    if not device.startswith("cuda"):
-        start = time.perf_counter()
-        function()
-        return time.perf_counter() - start
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    # A queue of work ahead hides the time that Python takes to launch.
-    torch.cuda._sleep(200_000)
-    begin.record()
-    function()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e3
-
-
 def _row(line: dict[str, Any]) -> str:
     ours, eager, copy = (
         line[name] for name in ("microseconds", "eager_microseconds", "copy_microseconds")
@@ -193,6 +167,9 @@ def _arguments() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "--device", {"default": "cuda", "help": "cuda; cpu runs in Triton's interpreter"}
     yield "--rows", {"type": int, "nargs": "+", "default": [4096, 64, 1]}
     yield "--columns", {"type": int, "default": 11264}
+    yield "--tokens", {"type": int, "nargs": "+", "default": matmul.TOKENS}
+    yield "--weights", {"nargs": "+", "default": matmul.WEIGHTS, "metavar": "NxK"}
+    yield "--only", {"choices": ["producers", "matmul"], "help": "leave the other part out"}
     yield "--rounds", {"type": int, "default": 50}
     yield "--out", {"type": Path, "help": "write the results as JSON"}
     yield "--no-verify", {"action": "store_true", "help": "skip the check against the definition"}
@@ -205,15 +182,25 @@ def main(arguments: list[str] | None = None) -> int:
         parser.add_argument(name, **settings)
     chosen = parser.parse_args(arguments)
     results: dict[str, Any] = {"device": _device_name(chosen.device), "torch": torch.__version__}
+    if chosen.only != "matmul" and not _producers(chosen, results):
+        # No speed of a kernel that computes something else.
+        return _write(chosen.out, results, 1)
+    if chosen.only != "producers":
+        tokens, weights = tuple(chosen.tokens), tuple(chosen.weights)
+        results["matmuls"] = matmul.run(chosen.device, tokens, weights, chosen.rounds)
+    return _write(chosen.out, results, 0)
+
+
+def _producers(chosen: argparse.Namespace, results: dict[str, Any]) -> bool:
+    """Verify and measure; False where a producer is refuted."""
     if not chosen.no_verify:
         report = verify(device=chosen.device, quick=True)
         say(str(report))
         results["verify"] = report.model_dump(mode="json")
         if not report.ok:
-            # No speed of a kernel that computes something else.
-            return _write(chosen.out, results, 1)
+            return False
     results["lines"] = run(chosen.device, tuple(chosen.rows), chosen.columns, chosen.rounds)
-    return _write(chosen.out, results, 0)
+    return True
 
 
 def _device_name(device: str) -> str:

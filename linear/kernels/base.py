@@ -12,7 +12,7 @@ from ...core.platform import Platform
 from ...core.quant_key import QuantKey
 from ...core.quantized_activation import QuantizedActivation, as_quantized_activation
 from ...core.scheme import LinearScheme
-from ...core.selection import Verdict
+from ...core.selection import Rejection, Verdict
 from ..contract import InputContract
 from ..quantized_weight import QuantizedWeight
 from ..quantizers import quantize_input
@@ -43,10 +43,12 @@ class LinearKernel(ABC):
         contract: the quantised input it consumes, and its static scale.
         in_features: K.
         out_features: N.
+        rejected: kernels that were preferred to it, each with the reason why it was not chosen.
     """
 
     name: str
     emulated: bool = False
+    rejected: tuple[Rejection, ...] = ()
     contract: InputContract
     in_features: int
     out_features: int
@@ -126,6 +128,15 @@ class QuantizedKernel(LinearKernel):
         """Whether it serves such a linear, on a machine that it supports; pure."""
 
     @classmethod
+    def serves(cls, config: LinearConfig, platform: Platform) -> Verdict:
+        """Whether it serves such a linear on such a machine: what a choice asks; pure.
+
+        A kernel whose devices depend on the scheme asks for more than both predicates.
+        """
+        verdict = cls.is_supported(platform)
+        return cls.can_implement(config) if verdict.ok else verdict
+
+    @classmethod
     def consumes(cls, config: LinearConfig) -> QuantKey | None:
         """The key of the input it takes for such a linear, layout and padding included."""
         return config.scheme.input
@@ -141,6 +152,19 @@ class QuantizedKernel(LinearKernel):
     def bias(self) -> torch.Tensor | None:
         return self._bias
 
+    def check_width(self, shape: torch.Size, consumer: str) -> None:
+        """Refuse an input of another width than K.
+
+        Raises:
+            ContractError: it has one.
+        """
+        if shape[-1:] != (self.in_features,):
+            raise ContractError(
+                consumer,
+                f"takes {self.in_features} columns, its input has shape {tuple(shape)}",
+                "hand it the activation of its own site",
+            )
+
 
 class CodesKernel(QuantizedKernel):
     """A kernel that multiplies codes: of a producer, or those it makes of a raw activation."""
@@ -150,12 +174,7 @@ class CodesKernel(QuantizedKernel):
         """(..., N) in the activation's dtype, of codes for `contract.key`."""
 
     def apply(self, x: torch.Tensor | QuantizedActivation, consumer: str) -> torch.Tensor:
-        if x.shape[-1:] != (self.in_features,):
-            raise ContractError(
-                consumer,
-                f"takes {self.in_features} columns, its input has shape {tuple(x.shape)}",
-                "hand it the activation of its own site",
-            )
+        self.check_width(x.shape, consumer)
         quantized = as_quantized_activation(x, self.contract.key, consumer=consumer)
         if quantized is None:
             assert isinstance(x, torch.Tensor)

@@ -38,7 +38,7 @@ def matmul(
     quantized = x if isinstance(x, QuantizedActivation) else None
     values = (x if quantized is None else quantized.codes).reshape(-1, weight.in_features).float()
     w, step = weight.values(), block_columns(weight, quantized)
-    row_scale, row_group = _input_scales(quantized, values.shape[0])
+    row_scale, row_group = _input_scales(quantized)
     w_scale = weight.scales()
     total = values.new_zeros(values.shape[0], weight.out_features)
     for start in range(0, weight.in_features, step):
@@ -57,13 +57,12 @@ def matmul(
     return total.to(dtype).reshape(*x.shape[:-1], weight.out_features)
 
 
-def _input_scales(x: QuantizedActivation | None, rows: int) -> tuple[torch.Tensor | None, int]:
+def _input_scales(x: QuantizedActivation | None) -> tuple[torch.Tensor | None, int]:
     """float32 (M or 1, groups) of the codes, and the columns of a group; 0 for a whole row."""
     if x is None:
         return None, 0
     scale = x.scale.float()
-    scale = scale.reshape(1, 1) if scale.numel() == 1 else scale.reshape(rows, -1)
-    return scale, x.quant_key.granularity.size
+    return scale.reshape(-1, scale.shape[-1]), x.quant_key.granularity.size
 
 
 def _block_scale(

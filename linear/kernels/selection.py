@@ -9,10 +9,21 @@ from ...core.platform import Platform
 from ...core.selection import Rejection, Verdict
 from .base import LinearConfig, QuantizedKernel
 from .emulated import EmulatedLinear
+from .native_fp8 import NativeFp8Linear, NativeW8A16Linear
+from .torch_scaled import TorchScaledLinear
+from .triton.fp8 import TritonBlockScaledLinear, TritonRowwiseLinear
 from .w8a16 import W8A16Linear
 
 #: The first that runs is chosen.
-KERNELS: tuple[type[QuantizedKernel], ...] = (EmulatedLinear, W8A16Linear)
+KERNELS: tuple[type[QuantizedKernel], ...] = (
+    TorchScaledLinear,
+    TritonBlockScaledLinear,
+    TritonRowwiseLinear,
+    NativeFp8Linear,
+    EmulatedLinear,
+    NativeW8A16Linear,
+    W8A16Linear,
+)
 
 
 @dataclass(frozen=True)
@@ -71,5 +82,4 @@ def _verdict(
 ) -> Verdict:
     if force is not None and kernel.name != force:
         return Verdict(False, f"{force!r} was forced")
-    verdict = kernel.is_supported(platform)
-    return kernel.can_implement(config) if verdict.ok else verdict
+    return kernel.serves(config, platform)

@@ -314,7 +314,7 @@ def test_the_json_is_stable():
     }  # fmt: skip
     assert set(dumped["platform"]) == {
         "device_type", "capability", "torch_version", "triton_version", "native_isa",
-        "native_reason", "interpreted",
+        "native_reason", "interpreted", "hip", "cuda_version",
     }  # fmt: skip
     assert set(dumped["versions"]) == {"branchline", "python", "cuda"}
     (line,) = dumped["lines"]

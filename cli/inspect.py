@@ -1,0 +1,201 @@
+"""`branchline inspect`: what a folder is, without loading any weights of a model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
+
+from ..adapters.describe import AdapterSummary
+from ..linear.checkpoint.describe import QuantSummary
+from ..serving.inspect import (
+    AdapterReport,
+    FitReport,
+    LinearSummary,
+    ModelReport,
+    inspect_folder,
+)
+from .output import console, note, print_json, results_only_on_stdout
+from .session import JsonOption
+
+FolderArgument = Annotated[
+    Path, typer.Argument(metavar="MODEL|ADAPTER", help="Folder of a checkpoint or an adapter.")
+]
+OnOption = Annotated[
+    Path | None,
+    typer.Option(metavar="MODEL", help="For an adapter: whether it fits this model, and its cost."),
+]
+RankOption = Annotated[
+    int | None,
+    typer.Option(min=1, max=1024, help="With --on: highest LoRA rank that fits a slot."),
+]
+
+
+def inspect(
+    folder: FolderArgument,
+    *,
+    on: OnOption = None,
+    max_lora_rank: RankOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Show what a folder is: how a model is quantised, or what an adapter holds and costs.
+
+    Reads metadata, headers and adapters, no weights of a model.  Exit code 1 where the folder
+    contradicts itself, or the adapter does not fit.
+    """
+    if max_lora_rank is not None and on is None:
+        raise typer.BadParameter("it goes with --on", param_hint="--max-lora-rank")
+    with results_only_on_stdout():
+        report = inspect_folder(folder, on=on, max_lora_rank=max_lora_rank)
+    if json:
+        print_json(report.model_dump_json(indent=2))
+    elif isinstance(report, ModelReport):
+        _print_model(report, console())
+    else:
+        _print_adapter(report, console())
+    if report.problem is not None:
+        note(f"error: {folder} cannot be loaded{'' if on is None else f' on {on}'}")
+        raise typer.Exit(1)
+
+
+# --- models ------------------------------------------------------------------------------------
+
+
+def _print_model(report: ModelReport, out: Console) -> None:
+    files = f"{len(report.files)} file{'' if len(report.files) == 1 else 's'}"
+    _line(
+        out,
+        f"model {report.architecture}, {report.dtype or 'dtype unknown'}, "
+        f"{report.parameters:,} parameters, {report.nbytes:,} bytes in {files}",
+    )
+    quantization = report.quantization
+    if quantization is not None:
+        _print_quantization(quantization, out)
+    if report.linears:
+        _print_linears(report.linears, out)
+    _print_problem(report.problem, out)
+
+
+def _print_quantization(summary: QuantSummary, out: Console) -> None:
+    _line(out, f"{summary.method}, by {summary.source}: {', '.join(summary.says)}")
+    if summary.schemes:
+        table = Table("scheme", _right("linears"), _right("bytes"), box=None)
+        for scheme in summary.schemes:
+            table.add_row(Text(scheme.scheme), f"{len(scheme.linears):,}", f"{scheme.nbytes:,}")
+        out.print(table)
+        _listing("linears that stay unquantised", _grouped(summary.unquantized), out)
+    _listing("ignored, but names no linear", summary.unmatched, out)
+    notes = list(summary.decisions)
+    if summary.kv_cache_scales:
+        notes.append(f"{summary.kv_cache_scales} tensors are scales of the KV cache and not used")
+    _listing("decided", notes, out)
+
+
+def _print_linears(linears: Iterable[LinearSummary], out: Console) -> None:
+    _line(out, "unquantised; what wrapping or `quantize` could quantise:")
+    counts = Counter((_without_index(x.name), x.shape, x.left or "") for x in linears)
+    table = Table("linears", _right("N x K"), _right("weights"), "left as they are", box=None)
+    for (name, (rows, columns), left), count in counts.items():
+        weights = f"{count * rows * columns:,}"
+        table.add_row(Text(_times(name, count)), f"{rows} x {columns}", weights, Text(left))
+    out.print(table)
+
+
+# --- adapters ----------------------------------------------------------------------------------
+
+
+def _print_adapter(report: AdapterReport, out: Console) -> None:
+    summary = report.adapter
+    _line(
+        out,
+        f"adapter {summary.peft_type or '(no type)'}, {'/'.join(summary.dtypes)}, "
+        f"{summary.parameters:,} parameters, {summary.nbytes:,} bytes",
+    )
+    _line(out, f"base model {summary.base_model or '(not named)'}, task {summary.task or '(none)'}")
+    _print_config(summary, out)
+    _print_layers(summary, out)
+    digest = summary.digest if report.on is None else report.on.digest
+    if digest is not None:
+        _line(out, f"digest {digest}")
+    _listing("notes", summary.notes if report.on is None else report.on.notes, out)
+    if report.on is not None:
+        _print_fit(report.on, out)
+    _print_problem(report.problem, out)
+
+
+def _print_config(summary: AdapterSummary, out: Console) -> None:
+    targets = ", ".join(summary.targets) or "PEFT's default for the base model"
+    rank = "?" if summary.rank is None else summary.rank
+    alpha = "?" if summary.alpha is None else f"{summary.alpha:g}"
+    _line(out, f"rank {rank}, alpha {alpha}, targets {targets}")
+
+
+def _print_layers(summary: AdapterSummary, out: Console) -> None:
+    if not summary.layers:
+        _listing("linears that its tensors are of", _grouped(summary.modules), out)
+        return
+    table = Table("linears", _right("rank"), _right("scaling"), _right("N x K"), box=None)
+    counts = Counter((_without_index(x.name), x.rank, x.scaling, x.shape) for x in summary.layers)
+    for (name, rank, scaling, shape), count in counts.items():
+        size = " x ".join(map(str, shape))
+        table.add_row(Text(_times(name, count)), str(rank), f"{scaling:g}", size)
+    out.print(table)
+
+
+def _print_fit(fit: FitReport, out: Console) -> None:
+    where = f"on {fit.folder} ({fit.architecture})"
+    if fit.problem is not None:
+        _line(out, f"{where}: does not fit")
+        return
+    slot = "of unknown size" if fit.slot_nbytes is None else f"{fit.slot_nbytes:,} bytes"
+    _line(
+        out,
+        f"{where}: fits; a slot of rank {fit.max_lora_rank} takes {slot}, and its batches read "
+        f"{len(fit.raw)} of {fit.linears_of_model} linears raw",
+    )
+    _line(out, "which sites that unfuses is known once the model runs: see `branchline audit`")
+
+
+# --- for both ----------------------------------------------------------------------------------
+
+
+def _line(out: Console, text: str) -> None:
+    # Not markup: names of a checkpoint may hold brackets.
+    out.print(Text(text))
+
+
+def _print_problem(problem: str | None, out: Console) -> None:
+    if problem is not None:
+        out.print(Text(f"refused: {' '.join(problem.split())}", style="red"))
+
+
+def _listing(title: str, entries: Iterable[str], out: Console) -> None:
+    texts = list(entries)
+    if texts:
+        _line(out, f"{title}:")
+    for text in texts:
+        _line(out, f"  {text}")
+
+
+def _right(title: str) -> Column:
+    return Column(title, justify="right")
+
+
+def _grouped(names: Iterable[str]) -> Iterator[str]:
+    """Names that differ in nothing but the number of their layer, together."""
+    for name, count in Counter(map(_without_index, names)).items():
+        yield _times(name, count)
+
+
+def _times(name: str, count: int) -> str:
+    return f"{name} (x{count})" if count > 1 else name
+
+
+def _without_index(name: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))

@@ -1,0 +1,152 @@
+"""FP8 weights as the C matmul reads them, and its calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+
+from ...core import native
+from ...core.native import PANEL, InputKind, Matmul
+from ...core.quant_key import QuantKey
+from ..outputs import empty
+from ..quantized_weight import QuantizedWeight
+from ..rows import as_rows, rows_of
+from .reference import BLOCK
+
+_KINDS = {
+    torch.float8_e4m3fn: InputKind.E4M3,
+    torch.bfloat16: InputKind.BF16,
+    torch.float32: InputKind.F32,
+}
+
+
+class PackedWeight:
+    """One FP8 weight in panels of `PANEL` output channels, a byte an element.
+
+    Args:
+        weight: codes without NaN, of a scheme that `packing_refusal` has nothing against.
+        bias: float32 (N,), or None.
+        key: of the input, or None for unquantised activations.
+    """
+
+    def __init__(
+        self, weight: QuantizedWeight, bias: torch.Tensor | None, key: QuantKey | None
+    ) -> None:
+        # Codes live in the panels alone.
+        self._source = replace(weight, codes=weight.codes[:, :0])
+        self._out_features, self._in_features = weight.out_features, weight.in_features
+        self._padding = -self._out_features % PANEL
+        self._codes = pack_codes(weight.codes)
+        self._scale = self._packed_scale(weight)
+        self._bias = None if bias is None else F.pad(bias.float(), (0, self._padding))
+        self._template = self._call_template(weight, key)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory, scales included and bias excluded."""
+        return self._codes.numel() + self._scale.numel() * 4 + self._source.nbytes
+
+    def unpacked(self) -> QuantizedWeight:
+        """The weight as it was."""
+        return replace(self._source, codes=unpack_codes(self._codes, self._out_features))
+
+    def _packed_scale(self, weight: QuantizedWeight) -> torch.Tensor:
+        scheme, scale = weight.scheme, weight.scales()
+        if not scheme.blockwise:
+            spread = scale.reshape(-1).expand(self._out_features)
+            return F.pad(spread, (0, self._padding)).contiguous()
+        if scheme.rows == 1:
+            panels = F.pad(scale, (0, 0, 0, self._padding)).unflatten(0, (-1, PANEL))
+            return panels.transpose(1, 2).contiguous()
+        panels = (self._out_features + self._padding) // PANEL
+        return scale.repeat_interleave(scheme.rows // PANEL, 0)[:panels].contiguous()
+
+    def _call_template(self, weight: QuantizedWeight, key: QuantKey | None) -> Matmul:
+        scheme, group = weight.scheme, key.granularity.size if key is not None else 0
+        call = Matmul(columns=self._in_features, out_features=self._out_features)
+        call.x_group, call.weight_group = group, scheme.columns
+        call.weight_each_channel = scheme.rows == 1
+        call.block = min([BLOCK, *(size for size in (group, scheme.columns) if size)])
+        call.codes, call.weight_scale = self._codes.data_ptr(), self._scale.data_ptr()
+        call.bias = None if self._bias is None else self._bias.data_ptr()
+        call.out_stride = self._out_features
+        return call
+
+    def call(self, x: PackedInput, dtype: torch.dtype) -> tuple[Matmul, torch.Tensor]:
+        """A call of the C matmul, and where its (M, N) go: bfloat16 or float32."""
+        call = Matmul.from_buffer_copy(self._template)
+        call.rows, call.x, call.x_stride = x.rows.number, x.values.data_ptr(), x.rows.stride
+        call.x_kind = _KINDS[x.values.dtype]
+        if x.scale is not None:
+            call.x_scale = x.scale.data_ptr()
+            call.x_scale_stride = 0 if x.scale.numel() == 1 else x.scale.shape[-1]
+        out = empty((x.rows.number, self._out_features), dtype, x.values.device)
+        call.out, call.out_bf16 = out.data_ptr(), dtype == torch.bfloat16
+        return call, out
+
+
+class PackedInput:
+    """What packed weights are multiplied with.
+
+    Args:
+        values: (..., K), codes or unquantised activations, on the CPU.
+        scale: (1,), or (..., groups), of codes; else None.
+    """
+
+    __slots__ = ("rows", "scale", "values")
+
+    def __init__(self, values: torch.Tensor, scale: torch.Tensor | None) -> None:
+        rows = as_rows(values)
+        if rows is None:
+            values = values.contiguous()
+            rows = rows_of(values)
+        self.values, self.rows = values, rows
+        if scale is not None:
+            scale = scale.float().contiguous()
+        self.scale = scale
+
+
+def multiply(
+    x: PackedInput, weights: Sequence[PackedWeight], dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """(M, N) of each of at most `MATMULS` weights, in one call: bfloat16 or float32.
+
+    Raises:
+        MemoryError: there is no memory for scratch buffers.
+    """
+    # The calls hold addresses only: outputs and inputs live here until they are done.
+    calls, outs = zip(*(weight.call(x, dtype) for weight in weights), strict=True)
+    array = (Matmul * len(calls))(*calls)
+    native.load().call("bl_matmul", array, len(calls), native.threads())
+    return list(outs)
+
+
+def packing_refusal(weight_rows: int, *groups: int) -> str | None:
+    """Why scales that change every `weight_rows` channels and `groups` columns cannot be packed."""
+    if weight_rows > 1 and weight_rows % PANEL:
+        return f"weight blocks have {weight_rows} rows, the C kernels take multiples of {PANEL}"
+    for size in groups:
+        if size and size not in (32, 64) and size % BLOCK:
+            return f"groups have {size} columns, the C kernels take 32, 64 and multiples of {BLOCK}"
+    return None
+
+
+def pack_codes(codes: torch.Tensor) -> torch.Tensor:
+    """(N, K) as uint8 (panels, K, PANEL), rows of zeros behind the last.
+
+    Byte 2 * i of a panel's input is channel i, byte 2 * i + 1 channel i + PANEL / 2: a word's two
+    halves then are two vectors of neighbouring channels.
+    """
+    rows = F.pad(codes.view(torch.uint8), (0, 0, 0, -codes.shape[0] % PANEL))
+    return rows.view(-1, 2, PANEL // 2, codes.shape[1]).permute(0, 3, 2, 1).contiguous().flatten(2)
+
+
+def unpack_codes(packed: torch.Tensor, out_features: int) -> torch.Tensor:
+    """The inverse of `pack_codes`: float8_e4m3fn (N, K)."""
+    panels, columns, _ = packed.shape
+    rows = packed.view(panels, columns, PANEL // 2, 2).permute(0, 3, 2, 1)
+    codes = rows.reshape(panels * PANEL, columns)[:out_features]
+    return codes.contiguous().view(torch.float8_e4m3fn)

@@ -1,0 +1,356 @@
+/* bl_matmul: FP8 weights, decoded in registers, times FP8 codes or unquantised activations.
+ *
+ * A weight is cut into panels of BL_PANEL output channels; a panel holds, for each input in turn,
+ * one byte a channel, in an order that makes a group of 4 * LANES neighbouring bytes four vectors of
+ * neighbouring channels: byte 2 * i is channel i, byte 2 * i + 1 is channel i + BL_PANEL / 2.
+ *
+ * An output is the sum of block sums, each of which adds its products from the left.  The products
+ * are exact, so neither vectors nor threads nor the number of rows show in the bytes.
+ */
+enum {
+    GROUP = 4 * LANES,
+    GROUPS = BL_PANEL / GROUP,
+    TILE = 6,              /* rows that share decoded weights in registers */
+    WIDE = BL_WIDE,        /* vectors of weights beside them */
+    DIRECT = BL_DIRECT,    /* up to so many rows, weights are decoded anew for every tile */
+    ROWS_AT_ONCE = 44 * TILE,
+    DEPTH = 256,           /* inputs of a panel that are decoded at once */
+    INPUT_BYTES = 1 << 18, /* decoded activations that are kept beside them */
+    PANELS_AT_ONCE = 8,
+    AHEAD = 64, /* inputs by which reading runs ahead of decoding */
+};
+
+struct matmul_job {
+    const struct bl_matmul *spec;
+    int64_t panels, panels_at_once, row_chunks, rows_at_once, depth;
+    int64_t units;
+    size_t scratch_size, weights_at, total_at;
+};
+
+/* Some rows, from some input on: where they lie, and where their sums go. */
+struct tile {
+    const float *x;
+    int64_t x_stride;
+    float *total; /* of the first channel of the panel */
+    int64_t total_stride;
+    int64_t count; /* inputs of the block */
+    const float *row_scale; /* NULL: 1 */
+    int64_t row_scale_stride;
+    const float *column_scale; /* one for all channels of the panel, or by channel; NULL: 1 */
+    bool each_column;
+};
+
+BL_INLINE void add_block(const struct tile *tile, int rows, int64_t group, int first, int count,
+                         vf sums[][4])
+{
+    for (int i = 0; i < rows; i++) {
+        const float *row_scale = tile->row_scale;
+        vf row = v_set(row_scale ? row_scale[i * tile->row_scale_stride] : 1.0f);
+        for (int v = 0; v < count; v++) {
+            int vector = first + v;
+            int64_t channel = group * (2 * LANES) + (vector & 1) * LANES;
+            channel += (vector >> 1) * (BL_PANEL / 2);
+            float *to = tile->total + i * tile->total_stride + channel;
+            vf sum = sums[i][v];
+            if (tile->column_scale) {
+                vf column = tile->each_column ? v_load(tile->column_scale + channel)
+                                              : v_set(*tile->column_scale);
+                sum = v_mul(sum, v_mul(row, column));
+            } else if (row_scale) {
+                sum = v_mul(sum, row);
+            }
+            v_store(to, v_add(v_load(to), sum));
+        }
+    }
+}
+
+BL_INLINE void direct_block(const struct tile *tile, int rows, int64_t group, const uint8_t *codes)
+{
+    vf sums[DIRECT][4];
+    for (int i = 0; i < rows; i++)
+        for (int v = 0; v < 4; v++)
+            sums[i][v] = v_set(0.0f);
+    for (int64_t k = 0; k < tile->count; k++) {
+        vf w[4];
+        /* The hardware's own prefetching ends with every page. */
+        __builtin_prefetch(codes + (k + AHEAD) * BL_PANEL + group * GROUP);
+        decode_group(codes + k * BL_PANEL + group * GROUP, w);
+        for (int i = 0; i < rows; i++) {
+            vf value = v_set(tile->x[i * tile->x_stride + k]);
+            for (int v = 0; v < 4; v++)
+                sums[i][v] = v_mul_add(value, w[v], sums[i][v]);
+        }
+    }
+    add_block(tile, rows, group, 0, 4, sums);
+}
+
+BL_INLINE void tile_block(const struct tile *tile, int rows, int64_t group, int first,
+                          const float *weights)
+{
+    vf sums[TILE][4];
+    for (int i = 0; i < rows; i++)
+        for (int v = 0; v < WIDE; v++)
+            sums[i][v] = v_set(0.0f);
+    weights += group * GROUP + first * LANES;
+    for (int64_t k = 0; k < tile->count; k++) {
+        vf w[WIDE];
+        for (int v = 0; v < WIDE; v++)
+            w[v] = v_load(weights + k * BL_PANEL + v * LANES);
+        for (int i = 0; i < rows; i++) {
+            vf value = v_set(tile->x[i * tile->x_stride + k]);
+            for (int v = 0; v < WIDE; v++)
+                sums[i][v] = v_mul_add(value, w[v], sums[i][v]);
+        }
+    }
+    add_block(tile, rows, group, first, WIDE, sums);
+}
+
+/* A constant number of rows, so that the sums are registers. */
+#define FOR_ROWS(n, call)                                                                          \
+    case n: {                                                                                      \
+        enum { ROWS = n };                                                                         \
+        call;                                                                                      \
+        break;                                                                                     \
+    }
+
+static void direct_panel(const struct tile *tile, int64_t rows, const uint8_t *codes)
+{
+    for (int64_t group = 0; group < GROUPS; group++)
+        switch (rows) {
+            FOR_ROWS(1, direct_block(tile, ROWS, group, codes))
+#if BL_DIRECT >= 2
+            FOR_ROWS(2, direct_block(tile, ROWS, group, codes))
+#endif
+#if BL_DIRECT >= 4
+            FOR_ROWS(3, direct_block(tile, ROWS, group, codes))
+            FOR_ROWS(4, direct_block(tile, ROWS, group, codes))
+#endif
+        }
+}
+
+static void tile_panel(const struct tile *tile, int64_t rows, const float *weights)
+{
+    for (int64_t group = 0; group < GROUPS; group++)
+        for (int first = 0; first < 4; first += WIDE)
+            switch (rows) {
+                FOR_ROWS(1, tile_block(tile, ROWS, group, first, weights))
+                FOR_ROWS(2, tile_block(tile, ROWS, group, first, weights))
+                FOR_ROWS(3, tile_block(tile, ROWS, group, first, weights))
+                FOR_ROWS(4, tile_block(tile, ROWS, group, first, weights))
+                FOR_ROWS(5, tile_block(tile, ROWS, group, first, weights))
+                FOR_ROWS(6, tile_block(tile, ROWS, group, first, weights))
+            }
+}
+
+#undef FOR_ROWS
+
+/* --- decoding --- */
+
+/* `count` inputs of a panel; decoded codes are 1 / BL_WEIGHT_BIAS of their value. */
+static void decode_panel(const uint8_t *codes, float *out, int64_t count)
+{
+    for (int64_t i = 0; i < count * BL_PANEL; i += GROUP) {
+        vf w[4];
+        decode_group(codes + i, w);
+        for (int v = 0; v < 4; v++)
+            v_store(out + i + v * LANES, w[v]);
+    }
+}
+
+BL_INLINE vf input_vector(const struct bl_matmul *spec, const char *row, int64_t k)
+{
+    const vf bias = v_set(BL_WEIGHT_BIAS);
+    if (spec->x_kind == BL_INPUT_E4M3)
+        return v_mul(decode_e4m3(vi_load_bytes((const uint8_t *)row + k)), bias);
+    if (spec->x_kind == BL_INPUT_BF16) {
+        vi halves = vi_load_halves((const uint16_t *)row + k);
+        return v_mul(v_from_bits(vi_shl(halves, 16)), bias);
+    }
+    return v_mul(v_load((const float *)row + k), bias);
+}
+
+/* Inputs `first` to `first + count` of one row, BL_WEIGHT_BIAS times their value. */
+static void decode_input(const struct bl_matmul *spec, int64_t row, int64_t first, int64_t count,
+                         float *out)
+{
+    const int64_t size = spec->x_kind == BL_INPUT_E4M3 ? 1 : spec->x_kind == BL_INPUT_BF16 ? 2 : 4;
+    const char *x = (const char *)spec->x + (row * spec->x_stride + first) * size;
+    int64_t k = 0;
+    for (; k + LANES <= count; k += LANES)
+        v_store(out + k, input_vector(spec, x, k));
+    if (k < count) {
+        char copy[LANES * 4] = {0};
+        memcpy(copy, x + k * size, (size_t)((count - k) * size));
+        v_store(out + k, input_vector(spec, copy, 0));
+    }
+}
+
+/* --- one part of the output --- */
+
+struct part {
+    int64_t row, rows, panel, panels;
+    float *x, *weights, *total;
+    int64_t x_stride, total_stride;
+};
+
+/* The tile's scales for the block that begins at input `k`. */
+BL_INLINE void set_scales(struct tile *tile, const struct bl_matmul *spec, int64_t row,
+                          int64_t panel, int64_t k)
+{
+    tile->row_scale = NULL;
+    tile->column_scale = NULL;
+    if (spec->x_group) {
+        tile->row_scale = spec->x_scale + row * spec->x_scale_stride + k / spec->x_group;
+        tile->row_scale_stride = spec->x_scale_stride;
+    }
+    if (spec->weight_group) {
+        int64_t width = spec->weight_each_channel ? BL_PANEL : 1;
+        int64_t groups = (spec->columns + spec->weight_group - 1) / spec->weight_group;
+        int64_t index = panel * groups + k / spec->weight_group;
+        tile->column_scale = spec->weight_scale + index * width;
+        tile->each_column = spec->weight_each_channel;
+    }
+}
+
+/* Adds inputs `first` to `first + count`, whose activations lie decoded in `part->x`. */
+static void multiply_panel(const struct bl_matmul *spec, const struct part *part, int64_t panel,
+                           int64_t first, int64_t count)
+{
+    const uint8_t *codes = spec->codes + (panel * spec->columns + first) * BL_PANEL;
+    bool direct = part->rows <= DIRECT;
+    for (int64_t done = 0; done < count; done += DEPTH) {
+        int64_t depth = count - done < DEPTH ? count - done : DEPTH;
+        if (!direct)
+            decode_panel(codes + done * BL_PANEL, part->weights, depth);
+        for (int64_t row = 0; row < part->rows; row += TILE) {
+            int64_t rows = part->rows - row < TILE ? part->rows - row : TILE;
+            for (int64_t k = done; k < done + depth; k += spec->block) {
+                int64_t left = done + depth - k;
+                struct tile tile = {
+                    .x = part->x + row * part->x_stride + k,
+                    .x_stride = part->x_stride,
+                    .total = part->total + row * part->total_stride +
+                             (panel - part->panel) * BL_PANEL,
+                    .total_stride = part->total_stride,
+                    .count = left < spec->block ? left : spec->block,
+                };
+                set_scales(&tile, spec, part->row + row, panel, first + k);
+                if (direct)
+                    direct_panel(&tile, rows, codes + k * BL_PANEL);
+                else
+                    tile_panel(&tile, rows, part->weights + (k - done) * BL_PANEL);
+            }
+        }
+    }
+}
+
+/* Final scales, bias and rounding of one panel's channels of one row. */
+static void finish_row(const struct bl_matmul *spec, int64_t row, int64_t panel, float *total)
+{
+    int64_t channel = panel * BL_PANEL, left = spec->out_features - channel;
+    size_t count = (size_t)(left < BL_PANEL ? left : BL_PANEL);
+    uint16_t halves[BL_PANEL];
+    bool scaled = spec->x_scale && !spec->x_group, by_channel = !spec->weight_group;
+    vf row_scale = v_set(scaled ? spec->x_scale[row * spec->x_scale_stride] : 1.0f);
+    for (int64_t i = 0; i < BL_PANEL; i += LANES) {
+        vf scale = row_scale, x = v_load(total + i);
+        if (by_channel)
+            scale = v_mul(scale, v_load(spec->weight_scale + channel + i));
+        x = v_mul(x, scale);
+        if (spec->bias)
+            x = v_add(x, v_load(spec->bias + channel + i));
+        if (spec->out_bf16)
+            vi_store_halves(halves + i, vi_shr(canonical_nan(round_bf16(x)), 16));
+        else
+            v_store(total + i, x);
+    }
+    int64_t at = row * spec->out_stride + channel;
+    if (spec->out_bf16)
+        memcpy((uint16_t *)spec->out + at, halves, count * sizeof *halves);
+    else
+        memcpy((float *)spec->out + at, total, count * sizeof *total);
+}
+
+static void matmul_unit(const struct matmul_job *job, int64_t unit, char *scratch)
+{
+    const struct bl_matmul *spec = job->spec;
+    struct part part = {
+        .row = unit % job->row_chunks * job->rows_at_once,
+        .panel = unit / job->row_chunks * job->panels_at_once,
+        .x = (float *)scratch,
+        .weights = (float *)(scratch + job->weights_at),
+        .total = (float *)(scratch + job->total_at),
+        .x_stride = job->depth + LANES,
+        .total_stride = job->panels_at_once * BL_PANEL,
+    };
+    int64_t rows = spec->rows - part.row, panels = job->panels - part.panel;
+    part.rows = rows < job->rows_at_once ? rows : job->rows_at_once;
+    part.panels = panels < job->panels_at_once ? panels : job->panels_at_once;
+    memset(part.total, 0, (size_t)(part.rows * part.total_stride) * sizeof *part.total);
+    for (int64_t k = 0; k < spec->columns; k += job->depth) {
+        int64_t count = spec->columns - k < job->depth ? spec->columns - k : job->depth;
+        for (int64_t row = 0; row < part.rows; row++)
+            decode_input(spec, part.row + row, k, count, part.x + row * part.x_stride);
+        for (int64_t panel = 0; panel < part.panels; panel++)
+            multiply_panel(spec, &part, part.panel + panel, k, count);
+    }
+    for (int64_t row = 0; row < part.rows; row++)
+        for (int64_t panel = 0; panel < part.panels; panel++)
+            finish_row(spec, part.row + row, part.panel + panel,
+                       part.total + row * part.total_stride + panel * BL_PANEL);
+}
+
+static struct matmul_job plan_matmul(const struct bl_matmul *spec, int team)
+{
+    struct matmul_job job = {.spec = spec};
+    if (spec->rows <= 0 || spec->out_features <= 0)
+        return job;
+    const int64_t size = sizeof(float);
+    job.panels = (spec->out_features + BL_PANEL - 1) / BL_PANEL;
+    job.row_chunks = (spec->rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+    job.rows_at_once = (spec->rows + job.row_chunks - 1) / job.row_chunks;
+    /* Several units a thread, since one may be held up. */
+    int64_t share = job.panels * job.row_chunks / (4 * team);
+    job.panels_at_once = share < 1 ? 1 : share < PANELS_AT_ONCE ? share : PANELS_AT_ONCE;
+    int64_t fits = INPUT_BYTES / (job.rows_at_once * size) / DEPTH * DEPTH;
+    job.depth = fits < DEPTH ? DEPTH : fits < spec->columns ? fits : spec->columns;
+    job.units = job.row_chunks * ((job.panels + job.panels_at_once - 1) / job.panels_at_once);
+    job.weights_at = padded_size(job.rows_at_once * (job.depth + LANES) * size);
+    job.total_at = job.weights_at + padded_size(DEPTH * BL_PANEL * size);
+    job.scratch_size =
+        job.total_at + padded_size(job.rows_at_once * job.panels_at_once * BL_PANEL * size);
+    return job;
+}
+
+static void matmul_unit_of(const struct matmul_job *jobs, int64_t unit, char *scratch)
+{
+    for (; unit >= jobs->units; jobs++)
+        unit -= jobs->units;
+    matmul_unit(jobs, unit, scratch);
+}
+
+static int matmul(const struct bl_matmul *specs, int64_t count, int threads)
+{
+    struct matmul_job jobs[BL_MATMULS];
+    int64_t units = 0, elements = 0;
+    size_t size = 0;
+    for (int64_t i = 0; i < count; i++)
+        elements += specs[i].out_features * specs[i].columns;
+    int team = useful_threads(threads, elements);
+    for (int64_t i = 0; i < count; i++) {
+        jobs[i] = plan_matmul(specs + i, team);
+        units += jobs[i].units;
+        size = jobs[i].scratch_size > size ? jobs[i].scratch_size : size;
+    }
+    if (!units)
+        return 0;
+    char *memory = malloc((size_t)team * size + 64);
+    if (!memory)
+        return -1;
+    char *scratch = (char *)(((uintptr_t)memory + 63) & ~(uintptr_t)63);
+    PARALLEL_OVER(team)
+    for (int64_t unit = 0; unit < units; unit++)
+        matmul_unit_of(jobs, unit, scratch + (size_t)own_number() * size);
+    free(memory);
+    return 0;
+}

@@ -1,0 +1,178 @@
+"""The Triton matmul, compiled ahead of time for every architecture that it is chosen on.
+
+What no interpreter shows: which instructions multiply, that each step's sum leaves the tensor
+core, that nothing spills, and that codes are read 16 bytes at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from branchline.linear.kernels.triton.matmul import Operand, launch_matmul
+from branchline.linear.kernels.triton.plan import PLANS, STEP
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+ARCHITECTURES = (89, 90, 100, 120)
+#: KiB of shared memory that a program may have.
+SHARED = {89: 99, 90: 227, 100: 227, 120: 99}
+#: Of few rows and of many: the same kind, and 32 columns of K at a time.
+PRODUCTS = {
+    89: r"\bQMMA\.16832\.F32\.E4M3\.E4M3\b",
+    90: r"\bQGMMA\.64x\d+x32\.F32\.E4M3\.E4M3\b",
+    100: r"\bUTCQMMA\b",
+    120: r"\bQMMA\.16832\.F32\.E4M3\.E4M3\b",
+}
+
+
+class Case(NamedTuple):
+    rows: int
+    blockwise: bool = False
+    columns: int = 4096
+    channels: int = 4096
+    dtype: torch.dtype = torch.bfloat16
+    bias: bool = False
+    block_rows: int = 128
+    architectures: tuple[int, ...] = (90,)
+
+
+ALIGNED = {
+    "block-decode": Case(1, True, architectures=ARCHITECTURES),
+    "block-few": Case(64, True, architectures=(90, 120)),
+    "block-many": Case(4096, True, bias=True, architectures=ARCHITECTURES),
+    "row-decode": Case(1, architectures=(89, 90, 100)),
+    "row-few": Case(60),
+    "row-many": Case(4096, architectures=ARCHITECTURES),
+    "channel-blocks": Case(4096, True, block_rows=1, architectures=(89,)),
+    "row-float32": Case(300, dtype=torch.float32, bias=True, architectures=(90, 120)),
+}
+ODD = {
+    "odd-sizes": Case(1000, True, 77, 999, bias=True, architectures=(89, 100)),
+    "one-column": Case(17, columns=1, channels=1, bias=True),
+}
+EVERY = ALIGNED | ODD
+
+
+def each(cases: dict[str, Case]):
+    pairs = [(name, sm) for name, case in cases.items() for sm in case.architectures]
+    return pytest.mark.parametrize(("name", "architecture"), pairs)
+
+
+def launch_of(case: Case) -> tuple:
+    """What would be launched: kernel, arguments, options."""
+    caught = []
+
+    def catch(kernel, *args, grid, warmup, **options):
+        caught.append((kernel, args, options))
+
+    rows, channels, columns = case.rows, case.channels, case.columns
+    x, w = (torch.zeros(n, columns).to(torch.float8_e4m3fn) for n in (rows, channels))
+    if case.blockwise:
+        groups = -(-columns // STEP)
+        blocks = torch.zeros(-(-channels // case.block_rows), groups)
+        left = Operand(x, torch.zeros(groups, rows).t(), 1, rows)
+        right = Operand(w, blocks, groups, 1, case.block_rows)
+    else:
+        left, right = Operand(x, torch.zeros(rows, 1), 1), Operand(w, torch.zeros(channels, 1), 1)
+    out = torch.zeros(rows, channels, dtype=case.dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JITFunction, "run", catch)
+        bias = torch.zeros(channels) if case.bias else None
+        launch_matmul(left, right, bias, out, blockwise=case.blockwise)
+    (launched,) = caught
+    return launched
+
+
+@functools.cache
+def compiled(name: str, architecture: int):
+    kernel, args, options = launch_of(EVERY[name])
+    target = GPUTarget("cuda", architecture, 32)
+    backend = make_backend(target)
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, rest = bind(*args, **options)
+    parsed, signature, constants, attributes = kernel._pack_args(
+        backend, rest, bound, specialization, rest
+    )
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=target, options=parsed.__dict__)
+
+
+@functools.cache
+def read(name: str, architecture: int, tool: str, *options: str) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled(name, architecture).asm["cubin"])
+        file.flush()
+        command = [TOOLS / tool, *options, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def sass_of(name: str, architecture: int) -> str:
+    return read(name, architecture, "nvdisasm", "-c")
+
+
+def elements(name: str) -> int:
+    """Of a tile, for each thread."""
+    plan = launch_of(EVERY[name])[2]["PLAN"]
+    return plan.rows * plan.channels // (32 * plan.warps)
+
+
+@each(EVERY)
+def test_nothing_spills(name, architecture):
+    usage = read(name, architecture, "cuobjdump", "--dump-resource-usage")
+    stack, local = re.search(r"STACK:(\d+).*?LOCAL:(\d+)", usage).groups()
+    assert (stack, local) == ("0", "0")
+    assert not re.search(r"\b(STL|LDL)\b", sass_of(name, architecture))
+    assert compiled(name, architecture).metadata.shared <= SHARED[architecture] * 1024
+
+
+@each(EVERY)
+def test_tensor_cores_multiply_fp8_by_one_kind_of_instruction(name, architecture):
+    sass = sass_of(name, architecture)
+    assert re.search(PRODUCTS[architecture], sass)
+    assert not re.search(r"\b[HIDF]MMA\.", sass)
+    assert len(re.findall(r"\b[A-Z]*MMA\b", sass)) == len(re.findall(PRODUCTS[architecture], sass))
+
+
+@each(EVERY)
+def test_each_step_s_sum_is_added_in_float32(name, architecture):
+    """By one addition, or product and addition, an element: in Hopper's FP8 sums bits get lost."""
+    case, ptx = EVERY[name], compiled(name, architecture).asm["ptx"]
+    fused, added = (
+        len(re.findall(rf"{op}\.rn\.f32\s", ptx)) + 2 * len(re.findall(rf"{op}\.rn\.f32x2\s", ptx))
+        for op in ("fma", "add")
+    )
+    added -= elements(name) * case.bias
+    steps, rest = (fused, added) if case.blockwise else (added, fused)
+    # Once in the loop, and where the compiler takes the last step out of it, once behind.
+    assert steps in (elements(name), 2 * elements(name))
+    assert rest == 0
+    assert not re.search(r"\b(mul|add|sub)\.f32", ptx), "an operation that ptxas may contract"
+    assert ".ftz" not in ptx
+    assert ".approx" not in ptx
+
+
+@each(ALIGNED)
+def test_codes_are_read_16_bytes_at_a_time(name, architecture):
+    sass = sass_of(name, architecture)
+    copies = re.findall(r"\bLDGSTS\.E[.\w]*", sass)
+    assert copies
+    assert all(copy.endswith(".128") for copy in copies)
+    assert not re.search(r"\bLDG\.E\.U8\b", sass)
+    assert "STG.E.128" in sass
+
+
+def test_every_plan_is_compiled():
+    for blockwise in (True, False):
+        cases = [case for case in EVERY.values() if case.blockwise == blockwise]
+        assert {launch_of(case)[2]["PLAN"] for case in cases} == set(PLANS)
