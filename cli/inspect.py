@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from operator import attrgetter
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 from rich.console import Console
@@ -23,6 +23,8 @@ from ..serving.inspect import (
 )
 from .output import console, note, print_json, results_only_on_stdout
 from .session import JsonOption
+
+_Item = TypeVar("_Item")
 
 FolderArgument = Annotated[
     Path, typer.Argument(metavar="MODEL|ADAPTER", help="Folder of a checkpoint or an adapter.")
@@ -99,11 +101,11 @@ def _print_quantization(summary: QuantSummary, out: Console) -> None:
 
 def _print_linears(linears: Iterable[LinearSummary], out: Console) -> None:
     _line(out, "unquantised; what wrapping or `quantize` could quantise:")
-    counts = Counter((_without_index(x.name), x.shape, x.left or "") for x in linears)
     table = Table("linears", _right("N x K"), _right("weights"), "left as they are", box=None)
-    for (name, (rows, columns), left), count in counts.items():
-        weights = f"{count * rows * columns:,}"
-        table.add_row(Text(_times(name, count)), f"{rows} x {columns}", weights, Text(left))
+    for name, alike in _alike(linears, attrgetter("name"), attrgetter("shape", "left")):
+        rows, columns = alike[0].shape
+        weights = f"{len(alike) * rows * columns:,}"
+        table.add_row(Text(name), f"{rows} x {columns}", weights, Text(alike[0].left or ""))
     out.print(table)
 
 
@@ -141,10 +143,11 @@ def _print_layers(summary: AdapterSummary, out: Console) -> None:
         _listing("linears that its tensors are of", _grouped(summary.modules), out)
         return
     table = Table("linears", _right("rank"), _right("scaling"), _right("N x K"), box=None)
-    counts = Counter((_without_index(x.name), x.rank, x.scaling, x.shape) for x in summary.layers)
-    for (name, rank, scaling, shape), count in counts.items():
-        size = " x ".join(map(str, shape))
-        table.add_row(Text(_times(name, count)), str(rank), f"{scaling:g}", size)
+    kind = attrgetter("rank", "scaling", "shape")
+    for name, alike in _alike(summary.layers, attrgetter("name"), kind):
+        first = alike[0]
+        size = " x ".join(map(str, first.shape))
+        table.add_row(Text(name), str(first.rank), f"{first.scaling:g}", size)
     out.print(table)
 
 
@@ -166,13 +169,14 @@ def _print_fit(fit: FitReport, out: Console) -> None:
 
 
 def _line(out: Console, text: str) -> None:
-    # Not markup: names of a checkpoint may hold brackets.
-    out.print(Text(text))
+    # Not markup, since names of a checkpoint may hold brackets, and not broken where a pipe ends.
+    out.print(Text(text), soft_wrap=True)
 
 
 def _print_problem(problem: str | None, out: Console) -> None:
     if problem is not None:
-        out.print(Text(f"refused: {' '.join(problem.split())}", style="red"))
+        text = f"refused: {' '.join(problem.split())}"
+        out.print(Text(text, style="red"), soft_wrap=True)
 
 
 def _listing(title: str, entries: Iterable[str], out: Console) -> None:
@@ -187,15 +191,18 @@ def _right(title: str) -> Column:
     return Column(title, justify="right")
 
 
-def _grouped(names: Iterable[str]) -> Iterator[str]:
-    """Names that differ in nothing but the number of their layer, together."""
-    for name, count in Counter(map(_without_index, names)).items():
-        yield _times(name, count)
+def _grouped(names: Iterable[str]) -> list[str]:
+    return [name for name, _ in _alike(names, str, lambda _: None)]
 
 
-def _times(name: str, count: int) -> str:
-    return f"{name} (x{count})" if count > 1 else name
-
-
-def _without_index(name: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+def _alike(
+    items: Iterable[_Item], name_of: Callable[[_Item], str], kind_of: Callable[[_Item], Hashable]
+) -> Iterator[tuple[str, list[_Item]]]:
+    """Items of one kind whose names differ in the number of their layer only, together."""
+    groups: dict[tuple[str, Hashable], list[_Item]] = {}
+    for item in items:
+        parts = name_of(item).split(".")
+        pattern = ".".join("*" if part.isdigit() else part for part in parts)
+        groups.setdefault((pattern, kind_of(item)), []).append(item)
+    for (pattern, _), found in groups.items():
+        yield f"{pattern} (x{len(found)})" if len(found) > 1 else name_of(found[0]), found

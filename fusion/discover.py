@@ -20,7 +20,7 @@ from .identify import PROBE_ERRORS, identify_activation, identify_norm, same_byt
 from .raw import compute_raw
 from .record import Reading, Recording, masked_readers, record, row_layouts
 from .site import Site, SiteFacts
-from .trace import Cone, Untraceable, find_cones, own_settings, replace_cones, trace_forward
+from .trace import Cone, Settings, Untraceable, find_cones, replace_cones, trace_forward
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ class _TracedForward:
         self._children = tuple(module._modules.items())
         self._inside = tuple(inner for cone, _ in cones for inner in cone.modules.values())
         # The trace has the numbers of the module in it, and the proof those of the others.
-        self._settings = [own_settings(part) for part in (module, *self._inside)]
+        self._settings = [(part, Settings(part)) for part in (module, *self._inside)]
 
     def __call__(self, x: torch.Tensor) -> Any:
         if not torch.compiler.is_compiling():
@@ -276,9 +276,8 @@ class _TracedForward:
                 return f"{type(inner).__qualname__} was patched after wrapping"
             if inner._forward_hooks or inner._forward_pre_hooks:
                 return f"{type(inner).__qualname__} carries a foreign hook"
-        parts = (self._module, *self._inside)
-        for part, settings in zip(parts, self._settings, strict=True):
-            if own_settings(part) != settings:
+        for part, settings in self._settings:
+            if not settings.hold():
                 return f"the settings of {type(part).__qualname__} were changed after wrapping"
         return ""
 
@@ -292,22 +291,28 @@ class _NormForward:
     def __init__(self, site: Site, module: nn.Module) -> None:
         self._site = site
         self._module = module
-        self._settings = _norm_settings(module)
-        self._vectors = tuple(self._settings[1])
+        self._settings = Settings(module)
+        self._vectors = _vectors(module)
 
     def __call__(self, x: torch.Tensor) -> Any:
-        if not torch.compiler.is_compiling() and _norm_settings(self._module) != self._settings:
+        if not torch.compiler.is_compiling() and not self._holds():
             self._site.counters.fall_back("its settings were changed after wrapping")
             self._site.counters.count(Route.UNFUSED)
             return type(self._module).forward(self._module, x)
         return self._site(x, *(getattr(self._module, name) for name in self._vectors))
 
+    def _holds(self) -> bool:
+        return self._settings.hold() and _vectors(self._module) == self._vectors
 
-def _norm_settings(module: nn.Module) -> tuple[dict[str, float], list[str]]:
-    """Its numbers, and which of (weight, bias) it has, in the order of a site's inputs."""
-    return own_settings(module), [
-        n for n in ("weight", "bias") if getattr(module, n, None) is not None
-    ]
+
+def _vectors(module: nn.Module) -> tuple[str, ...]:
+    """Which of (weight, bias) it has, in the order of a site's inputs."""
+    own = module._parameters
+    return tuple(
+        name
+        for name in ("weight", "bias")
+        if (own[name] if name in own else getattr(module, name, None)) is not None
+    )
 
 
 def _has_own_weight(module: nn.Module) -> bool:

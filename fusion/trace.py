@@ -234,6 +234,31 @@ def own_settings(module: nn.Module) -> dict[str, float]:
     return {name: value for name, value in vars(module).items() if _is_number(value)}
 
 
+class Settings:
+    """The numbers that a module has as attributes, kept to see in every forward that they hold.
+
+    Args:
+        module: whose.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._attributes = vars(module)
+        self._numbers = own_settings(module)
+        self._seen = tuple(self._attributes.values())
+
+    def hold(self) -> bool:
+        """Whether the numbers are what they were."""
+        values = self._attributes.values()
+        # As long as every attribute is the same object, nothing has to be compared.
+        if len(values) == len(self._seen) and all(map(operator.is_, values, self._seen)):
+            return True
+        numbers = {name: v for name, v in self._attributes.items() if _is_number(v)}
+        if numbers != self._numbers:
+            return False
+        self._seen = tuple(values)
+        return True
+
+
 def _is_number(value: object) -> bool:
     # A float holds no larger integers.
     return isinstance(value, float) or (type(value) is int and abs(value) < 2**64)

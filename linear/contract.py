@@ -10,6 +10,9 @@ import torch
 from ..core.oracle import check_static_scale
 from ..core.quant_key import QuantKey
 
+#: Shapes of activations that a contract keeps what follows from them.
+_REMEMBERED = 256
+
 
 @dataclass(frozen=True, eq=False)
 class InputScale:
@@ -85,6 +88,22 @@ class InputContract:
     def same_input(self, other: InputContract) -> bool:
         """Whether codes made for one are, to the bit, codes for the other."""
         return (self.key, *self._numbers()) == (other.key, *other._numbers())
+
+    @cached_property
+    def shapes(self) -> dict[torch.Size, tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Shapes of codes and scales by that of the activation, as far as they were worked out."""
+        return {}
+
+    def code_and_scale_shape(self, shape: torch.Size) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of an activation of `shape` (..., K), for a contract with a key."""
+        found = self.shapes.get(shape)
+        if found is None:
+            assert self.key is not None
+            if len(self.shapes) >= _REMEMBERED:
+                self.shapes.clear()
+            found = self.key.code_shape(shape), self.key.scale_shape(shape)
+            self.shapes[shape] = found
+        return found
 
     def _numbers(self) -> tuple[float | None, ...]:
         return tuple(s and s.number for s in (self.scale, self.global_scale))

@@ -174,13 +174,14 @@ def new_outputs(
         _check_requests(rows, subject, raw, shrinks)
     codes = scale = None
     if key is not None:
-        codes = empty(key.code_shape(shape), key.code_dtype, x.device)
+        code_shape, scale_shape = contract.code_and_scale_shape(shape)
+        codes = empty(code_shape, key.code_dtype, x.device)
         if key.static:
             scale = contract.static_scale(subject).value
         elif key.layout == ScaleLayout.COLUMN_MAJOR:
-            scale = empty(key.scale_shape(shape)[::-1], key.scale_dtype, x.device).t()
+            scale = empty(scale_shape[::-1], key.scale_dtype, x.device).t()
         else:
-            scale = empty(key.scale_shape(shape), key.scale_dtype, x.device)
+            scale = empty(scale_shape, key.scale_dtype, x.device)
         if key.global_scale:
             contract.required_global_scale(subject)
     raw_output, raw_map = (None, None) if raw is None else _raw_room(x, raw)

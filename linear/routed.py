@@ -112,6 +112,7 @@ class RoutedLinear(nn.Module):
         source: answers for the batch in flight.
         dtype: dtype of the activations it is fed.
         device: where its weights lie.
+        original: the module it replaces.
     """
 
     def __init__(
@@ -122,8 +123,11 @@ class RoutedLinear(nn.Module):
         source: BatchSource,
         dtype: torch.dtype,
         device: torch.device,
+        original: nn.Module | None = None,
     ) -> None:
         super().__init__()
+        # In a tuple, so that it does not become a child.
+        self._original = (original,)
         self.dtype = dtype
         self.device = device
         self.name = name
@@ -139,6 +143,11 @@ class RoutedLinear(nn.Module):
     def takes_branches(self) -> bool:
         """Whether an adapter can attach here: it must be known where the batch's rows lie."""
         return self.row_layout != RowLayout.UNKNOWN
+
+    @property
+    def original(self) -> nn.Module | None:
+        """The module it replaces."""
+        return self._original[0]
 
     @property
     def in_features(self) -> int:

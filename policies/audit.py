@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import io
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 from rich.console import Console
-from rich.table import Column, Table
-from rich.text import Text
 
 from ..adapters.manager import AdapterManager
 from ..adapters.version import AdapterInfo
 from ..core.route import Route
 from ..fusion.discover import Unsited
 from ..fusion.site import Site
+from ..linear.checkpoint import ResolvedQuant
+from ..linear.kernels.base import LinearKernel
 from ..linear.registry import LayerRegistry, Unwrapped
+from .audit_tables import headline, tables
 from .plan import Plan, SitePlan
 from .planner import Planner
 from .policy import make_policy
 
-SCHEMA_VERSION = 1
-_BASE = "(no adapter)"
-# How the policies' reasons begin where they name every reader, which a table has no room for.
-_BY_ADAPTERS = ("read raw by", "raw rows for", "absorbs")
-_COLOURS = {"fused": "green", "unfused": "yellow", "dual": "cyan", "absorbed": "blue"}
+SCHEMA_VERSION = 2
 
 
 class _Part(BaseModel):
@@ -89,13 +85,34 @@ class Excluded(_Part):
     reason: str
 
 
+class PassedOver(_Part):
+    """A base matmul kernel that was preferred, and why it was not chosen."""
+
+    kernel: str
+    reason: str
+
+
 class KernelReport(_Part):
-    """A base matmul kernel, and how many linears it serves."""
+    """A base matmul kernel, how many linears it serves, and why no other does.
+
+    `weight_bytes` counts the weights of those linears in memory, scales included; `scales` says
+    where calibrated input scales come from.
+    """
 
     name: str
     key: str | None
     emulated: bool
     linears: int
+    weight_bytes: int
+    scales: tuple[str, ...]
+    rejected: tuple[PassedOver, ...]
+
+
+class CheckpointReport(_Part):
+    """How a quantised checkpoint was read: what was chosen from where, and what matched nothing."""
+
+    decisions: tuple[str, ...]
+    unmatched: tuple[str, ...]
 
 
 class AuditReport(_Part):
@@ -107,6 +124,7 @@ class AuditReport(_Part):
     platform: str
     native_reason: str
     kernels: tuple[KernelReport, ...]
+    checkpoint: CheckpointReport | None
     adapter_sets: tuple[tuple[str, ...], ...]
     sites: tuple[SiteReport, ...]
     adapters: tuple[AdapterReport, ...]
@@ -115,8 +133,8 @@ class AuditReport(_Part):
 
     def render(self, console: Console) -> None:
         """Print the report for a person."""
-        console.print(_headline(self))
-        for table in _tables(self):
+        console.print(headline(self))
+        for table in tables(self):
             console.print(table)
 
     def __str__(self) -> str:
@@ -132,6 +150,7 @@ def audit(
     *,
     adapter_sets: Iterable[Iterable[str]] | None = None,
     policy: str | None = None,
+    checkpoint: ResolvedQuant | None = None,
 ) -> AuditReport:
     """Plan for some adapter sets and put the counters of what ran beside.
 
@@ -141,6 +160,7 @@ def audit(
         unsited: linears that no site feeds.
         adapter_sets: names; None for: no adapter, each alone, all together.
         policy: another policy than the one in force.
+        checkpoint: how the model's quantised checkpoint was read, if it comes from one.
 
     Raises:
         ConfigError: the policy is unknown.
@@ -159,6 +179,8 @@ def audit(
         platform=str(planner.platform),
         native_reason=planner.platform.native_reason,
         kernels=_kernels(planner.registry),
+        checkpoint=checkpoint
+        and CheckpointReport(decisions=checkpoint.decisions, unmatched=checkpoint.unmatched),
         adapter_sets=tuple(tuple(sorted(names)) for names in sets),
         sites=tuple(_site(site, plans) for site in planner.sites),
         adapters=tuple(_adapter(info, alone[info.name], base) for info in infos),
@@ -168,15 +190,28 @@ def audit(
 
 
 def _kernels(registry: LayerRegistry) -> tuple[KernelReport, ...]:
-    counts = Counter(
-        (layer.kernel.name, layer.kernel.contract.key, layer.kernel.emulated) for layer in registry
-    )
+    groups: dict[Any, list[LinearKernel]] = {}
+    for layer in registry:
+        kernel = layer.kernel
+        facts = (kernel.name, kernel.contract.key, kernel.emulated, kernel.rejected)
+        groups.setdefault(facts, []).append(kernel)
     return tuple(
         KernelReport(
-            name=name, key=None if key is None else str(key), emulated=emulated, linears=count
+            name=name,
+            key=None if key is None else str(key),
+            emulated=emulated,
+            linears=len(kernels),
+            weight_bytes=sum(kernel.weight_bytes for kernel in kernels),
+            scales=tuple(sorted({source for k in kernels for source in _scale_sources(k)})),
+            rejected=tuple(PassedOver(kernel=r.name, reason=r.reason) for r in rejected),
         )
-        for (name, key, emulated), count in counts.items()
+        for (name, key, emulated, rejected), kernels in groups.items()
     )
+
+
+def _scale_sources(kernel: LinearKernel) -> list[str]:
+    scales = (kernel.contract.scale, kernel.contract.global_scale)
+    return [scale.source for scale in scales if scale is not None and scale.source]
 
 
 def _adapter_sets(infos: tuple[AdapterInfo, ...]) -> list[tuple[str, ...]]:
@@ -237,125 +272,3 @@ def _adapter(info: AdapterInfo, plan: Plan, base: Plan) -> AdapterReport:
 
 def _unwrapped(entries: Iterable[Unwrapped]) -> tuple[Excluded, ...]:
     return tuple(Excluded(name=entry.name, reason=entry.reason) for entry in entries)
-
-
-# --- for people --------------------------------------------------------------------------------
-
-
-def _headline(report: AuditReport) -> Text:
-    text = Text(f"policy {report.policy}, {report.platform}, epoch {report.epoch}")
-    for kernel in report.kernels:
-        takes = f"takes {kernel.key}" if kernel.key else "takes raw activations"
-        note = "; emulated: float32 weights in memory" if kernel.emulated else ""
-        linears = "linear" if kernel.linears == 1 else "linears"
-        text.append(f"\n{kernel.linears} {linears} by kernel {kernel.name} ({takes}{note})")
-    if report.native_reason:
-        text.append(f"\nC kernels: {report.native_reason}", style="yellow")
-    return text
-
-
-def _tables(report: AuditReport) -> Iterator[Table]:
-    yield _site_table(report)
-    if report.adapters:
-        yield _adapter_table(report)
-    passed_over = {
-        (r.producer, r.reason): Excluded(name=r.producer, reason=r.reason)
-        for site in report.sites
-        for route in site.routes
-        for r in route.rejected
-    }
-    for title, entries in (
-        ("producers passed over", tuple(passed_over.values())),
-        ("linears fed raw: no site makes their input", report.unsited),
-        ("linears left as they were, or tied", report.unwrapped),
-    ):
-        if entries:
-            yield _excluded_table(title, entries)
-
-
-def _site_table(report: AuditReport) -> Table:
-    table = Table(
-        Column("site", overflow="fold"),
-        "computes",
-        "feeds",
-        "adapters",
-        "route",
-        "why",
-        "ran",
-        show_lines=False,
-    )
-    for name, group in _alike(report.sites):
-        first = group[0]
-        ran: dict[str, int] = {}
-        for site in group:
-            for route, count in site.ran.items():
-                ran[route] = ran.get(route, 0) + count
-        for i, route in enumerate(first.routes):
-            table.add_row(
-                (f"{name} (x{len(group)})" if len(group) > 1 else name) if i == 0 else "",
-                Text((first.semantics or "?") if i == 0 else ""),
-                ", ".join(c.rpartition(".")[2] for c in first.consumers) if i == 0 else "",
-                ", ".join(route.adapters) or _BASE,
-                Text(_route_label(route), style=_COLOURS[route.route]),
-                Text(_why(route)),
-                ", ".join(f"{k} {v}" for k, v in sorted(ran.items())) if i == 0 else "",
-                end_section=i == len(first.routes) - 1,
-            )
-    return table
-
-
-def _route_label(route: RouteReport) -> str:
-    producer = f" by {route.producer}" if route.producer else ""
-    return f"{route.route}{producer}{' (emulated)' if route.emulated else ''}"
-
-
-def _why(route: RouteReport) -> str:
-    # Only where adapters are the reason; a site without a producer is nobody's fault.
-    head, *rest = route.reason.split("; ")
-    if route.blame and head.startswith(_BY_ADAPTERS):
-        head = f"adapter {', '.join(route.blame)}"
-    return "; ".join([head, *rest])
-
-
-def _without_index(name: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
-
-
-def _alike(sites: tuple[SiteReport, ...]) -> Iterator[tuple[str, list[SiteReport]]]:
-    """Sites that differ in nothing but the number of their layer, together."""
-    groups: dict[Any, list[SiteReport]] = {}
-    for site in sites:
-        key = (
-            _without_index(site.site),
-            site.semantics,
-            tuple((r.route, r.producer, _without_index(_why(r))) for r in site.routes),
-        )
-        groups.setdefault(key, []).append(site)
-    for key, group in groups.items():
-        yield (key[0] if len(group) > 1 else group[0].site), group
-
-
-def _adapter_table(report: AuditReport) -> Table:
-    table = Table("adapter", "rank", "linears", "bytes", "sites it unfuses", "digest", "notes")
-    for adapter in report.adapters:
-        table.add_row(
-            adapter.name,
-            str(adapter.rank),
-            str(adapter.layers),
-            f"{adapter.nbytes:,}",
-            f"{adapter.sites_unfused} of {len(report.sites)}",
-            adapter.digest[:12],
-            "; ".join(adapter.notes),
-        )
-    return table
-
-
-def _excluded_table(title: str, entries: tuple[Excluded, ...]) -> Table:
-    table = Table("name", "why", title=title, title_justify="left")
-    groups: dict[tuple[str, str], int] = {}
-    for entry in entries:
-        key = (_without_index(entry.name), _without_index(entry.reason))
-        groups[key] = groups.get(key, 0) + 1
-    for (name, reason), count in groups.items():
-        table.add_row(f"{name} (x{count})" if count > 1 else name, Text(reason))
-    return table

@@ -1,4 +1,4 @@
-"""What a folder is: a model's quantisation, or an adapter and what it costs; no weights are loaded."""
+"""What a folder is: a quantised model, or an adapter and its cost; no weights are loaded."""
 
 from __future__ import annotations
 
@@ -334,6 +334,11 @@ def _linears(skeleton: _Skeleton) -> tuple[LinearSummary, ...]:
 
 
 def _try_on(adapter: Path, folder: Path, max_lora_rank: int | None) -> FitReport:
+    """Load the adapter as a served model would, and nothing else.
+
+    What is known once the model runs (linears that mix the batch's rows take no adapter) is not
+    checked.
+    """
     skeleton = _Skeleton.of(folder)
     defaults = WrapConfig()
     max_rank = defaults.max_lora_rank if max_lora_rank is None else max_lora_rank
@@ -361,16 +366,10 @@ def _try_on(adapter: Path, folder: Path, max_lora_rank: int | None) -> FitReport
             check_range(os.fspath(adapter), weights, dtype)
     except AdapterError as error:
         return report.model_copy(update={"problem": str(error)})
-    return report.model_copy(
-        update={
-            "raw": tuple(weights.layers),
-            "digest": weights.digest,
-            "slot_nbytes": None
-            if dtype is None
-            else _slot_nbytes(facts, weights.layers, max_rank, dtype),
-            "notes": weights.notes,
-        }
-    )
+    found = {"raw": tuple(weights.layers), "digest": weights.digest, "notes": weights.notes}
+    if dtype is not None:
+        found["slot_nbytes"] = _slot_nbytes(facts, weights.layers, max_rank, dtype)
+    return report.model_copy(update=found)
 
 
 def _slot_nbytes(

@@ -19,7 +19,8 @@ from ..linear.calibration import Calibration
 from ..linear.registry import LayerRegistry
 from ..policies.audit import AuditReport, audit
 from ..policies.planner import Planner
-from .config import WrapConfig
+from .config import Quant, WrapConfig
+from .requantize import requantized
 
 # Inputs whose first dimension is the batch's rows, by the names transformers gives them.
 _ROW_INPUTS = ("input_ids", "inputs_embeds", "decoder_input_ids", "pixel_values", "input_features")
@@ -199,7 +200,29 @@ class ServedModel(nn.Module):
             self.discovery.unsited,
             adapter_sets=adapter_sets,
             policy=policy,
+            checkpoint=getattr(self.model, "branchline_checkpoint", None),
         )
+
+    def requantize(self, layer: str, quant: str | Quant) -> None:
+        """Give one linear another scheme; every plan made before is made anew.
+
+        A batch in flight goes on with its plan: call it between batches.
+
+        Args:
+            layer: its full name.
+            quant: as `WrapConfig.quant`.
+
+        Raises:
+            ConfigError: no such linear or scheme, or "none" where the checkpoint holds codes.
+            CalibrationError: the scheme needs ranges that the model was not wrapped with.
+            KernelUnavailableError: no kernel serves it.
+        """
+        found = self.registry.layers.get(layer)
+        if found is None:
+            raise ConfigError(f"linear {layer!r}", "is no routed linear", "see registry.layers")
+        wanted = WrapConfig.checked(quant=quant).quant
+        force = self.settings.linear_kernel
+        found.kernel = requantized(found, wanted, self.calibration, force)
 
     def unwrap(self) -> nn.Module:
         """Give the model its own linears and forwards back; the served model is spent afterwards.

@@ -152,14 +152,13 @@ class _Run:
         model = load_model(self.folder)
         batches = list(calibration_batches(model, prompts, tokenizer))
         self.workplace = Workplace(self.out, self._origin(_digest(batches)))
-        kept = self.workplace.observed()
-        if kept is None:
+        seen = self.workplace.observed()
+        if seen is None:
             self.progress("calibrating", 0, 0)
             seen = observe_inputs(model, batches, Observer(self.config.percentile))
-            kept = seen.ranges, dict(seen.saturated), tuple(sorted(seen.read_weights))
-            self.workplace.keep_observed(*kept)
-        self.ranges, self.saturated, read = kept
-        self.plan = self.plan.without(read, _READ_BY_MODEL)
+            self.workplace.keep(seen)
+        self.ranges, self.saturated = seen.ranges, seen.saturated
+        self.plan = self.plan.without(seen.read_weights, _READ_BY_MODEL)
         self._check_ranges(self.ranges)
 
     def _check_calibration(self, calibration: object) -> None:
@@ -314,4 +313,4 @@ def _parts(batches: Iterable[Mapping[str, torch.Tensor]]) -> Iterable[bytes]:
     for batch in batches:
         for name, value in sorted(batch.items()):
             yield f"{name} {value.dtype} {tuple(value.shape)} ".encode()
-            yield value.contiguous().view(torch.uint8).numpy().tobytes()
+            yield value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 from ..core.errors import CheckpointError, ConfigError
 from ..linear.calibration import Calibration
 from .folder import some
+from .observe import Observed
 from .quantize_report import LayerReport
 
 MANIFEST = "quantize-manifest.json"
-CALIBRATION = "quantize-calibration.json"
 _VERSION = 1
 _PART = ".part"
 
@@ -63,11 +63,18 @@ class Shard(_Part):
     layers: tuple[LayerReport, ...]
 
 
+class _Observed(_Part):
+    input_amax: dict[str, float]
+    percentile: float
+    tokens: int
+    saturated: dict[str, float]
+    read_weights: tuple[str, ...]
+
+
 class _Manifest(_Part):
     version: int = _VERSION
     origin: Origin
-    saturated: dict[str, float] | None = None
-    read_weights: tuple[str, ...] = ()
+    observed: _Observed | None = None
     shards: dict[str, Shard] = {}
 
 
@@ -98,19 +105,25 @@ class Workplace:
         """The shards that need not be made again."""
         return self._manifest.shards
 
-    def observed(self) -> tuple[Calibration, dict[str, float], tuple[str, ...]] | None:
-        """What `keep_observed` kept."""
-        if self._manifest.saturated is None:
+    def observed(self) -> Observed | None:
+        """What `keep` kept."""
+        seen = self._manifest.observed
+        if seen is None:
             return None
-        ranges = Calibration.load(self.folder / CALIBRATION)
-        return ranges, self._manifest.saturated, self._manifest.read_weights
+        ranges = Calibration(seen.input_amax, seen.percentile, seen.tokens)
+        return Observed(ranges, seen.saturated, frozenset(seen.read_weights))
 
-    def keep_observed(
-        self, ranges: Calibration, saturated: Mapping[str, float], read_weights: tuple[str, ...]
-    ) -> None:
+    def keep(self, observed: Observed) -> None:
         """Keep a calibration, so that a run that continues this one need not repeat it."""
-        ranges.save(self.folder / CALIBRATION)
-        self._update(saturated=dict(saturated), read_weights=read_weights)
+        ranges = observed.ranges
+        seen = _Observed(
+            input_amax=dict(ranges.input_amax),
+            percentile=ranges.percentile,
+            tokens=ranges.tokens,
+            saturated=dict(observed.saturated),
+            read_weights=tuple(sorted(observed.read_weights)),
+        )
+        self._update(observed=seen)
 
     def add(
         self, name: str, tensors: Mapping[str, torch.Tensor], layers: tuple[LayerReport, ...]
@@ -138,8 +151,7 @@ class Workplace:
             leftover.unlink()
         refuse_existing(self.out)
         self.folder.rename(self.out)
-        for name in (MANIFEST, CALIBRATION):
-            (self.out / name).unlink(missing_ok=True)
+        (self.out / MANIFEST).unlink()
 
     def _take_over(self, origin: Origin) -> _Manifest:
         file = self.folder / MANIFEST

@@ -194,9 +194,11 @@ class _Wrapping:
             )
         for index, (name, found) in enumerate(originals.items()):
             module = found.module
-            kernel = self._first_kernel(name, module)
+            # A kernel takes the weight of a quantised linear over.
             device = linear_device(module)
-            layer = RoutedLinear(name, index, kernel, self.registry, module.weight.dtype, device)
+            kernel = self._first_kernel(name, module)
+            dtype = module.weight.dtype
+            layer = RoutedLinear(name, index, kernel, self.registry, dtype, device, module)
             move_hooks(module, layer)
             self.undo.callback(move_hooks, layer, module)
             self.undo.callback(unwatch_hooks, layer)

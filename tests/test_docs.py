@@ -211,5 +211,5 @@ def test_command_lines_run(arguments, workplace, monkeypatch):
     monkeypatch.chdir(workplace)
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
-    said = {"quantize": "linears quantised", "verify": "pass"}
+    said = {"inspect": "linears", "quantize": "linears quantised", "verify": "pass"}
     assert said.get(arguments[0], "fused") in done.stdout

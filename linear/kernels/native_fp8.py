@@ -84,7 +84,7 @@ class NativeFp8Linear(CodesKernel):
             out = outs.pop(self)
             if siblings is not None:
                 siblings.update(outs)
-        return out.to(x.orig_dtype).view(*x.orig_shape[:-1], self.out_features)
+        return _as_activation(out, x.orig_dtype, x.orig_shape)
 
 
 class NativeW8A16Linear(QuantizedKernel):
@@ -120,7 +120,14 @@ class NativeW8A16Linear(QuantizedKernel):
         self.check_width(x.shape, consumer)
         values = x if x.dtype == torch.bfloat16 else x.float()
         (out,) = multiply(PackedInput(values, None), [self._packed], _out_dtype(x.dtype))
-        return out.to(x.dtype).view(*x.shape[:-1], self.out_features)
+        return _as_activation(out, x.dtype, x.shape)
+
+
+def _as_activation(out: torch.Tensor, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    """(M, N) as (..., N) for an input of `shape`."""
+    if out.dtype != dtype:
+        out = out.to(dtype)
+    return out if len(shape) == 2 else out.view(*shape[:-1], out.shape[1])
 
 
 def _out_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import branchline
 from branchline.core.errors import ConfigError
@@ -264,6 +265,23 @@ def test_a_conv1d_is_left_and_a_model_of_them_is_refused(tmp_path):
     AutoModelForCausalLM.from_config(CONFIGS["gpt2"]).save_pretrained(tmp_path / "source")
     with pytest.raises(ConfigError, match="leaves no linear to quantise: it is a Conv1D"):
         quantize(tmp_path / "source", tmp_path / "out", "fp8-dynamic")
+
+
+def test_a_weight_that_the_model_reads_itself_stays(llama, tmp_path, monkeypatch):
+    """Seen where the model is run, which is to calibrate."""
+    _, source = llama
+
+    def forward(self, x):
+        gate = torch.nn.functional.linear(x, self.gate_proj.weight)
+        return self.down_proj(self.act_fn(gate) * self.up_proj(x))
+
+    monkeypatch.setattr(LlamaMLP, "forward", forward)
+    report = quantize(source, tmp_path / "out", "nvfp4")
+    reasons = {left.name: left.reason for left in report.unquantized}
+    for layer in range(2):
+        name = f"model.layers.{layer}.mlp.gate_proj"
+        assert reasons[name] == "the model reads its weight itself"
+        assert type(load_model(tmp_path / "out").get_submodule(name)) is nn.Linear
 
 
 # --- the report

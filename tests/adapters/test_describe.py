@@ -1,0 +1,118 @@
+"""What an adapter folder tells without its base model."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from branchline.adapters.describe import describe_adapter
+from branchline.adapters.read import read_adapter
+from branchline.core.errors import (
+    AdapterFormatError,
+    AdapterNotFoundError,
+    AdapterUnsupportedError,
+)
+from tests.adapters.test_read import CASES, write_case
+
+LOADS = [name for name, case in CASES.items() if case["expect"]["result"].startswith("loads")]
+NOT_SERVED = {"dora-flag", "ia3-attention", "ia3-feedforward"}
+# What is wrong with these shows on a model only.
+NEEDS_A_BASE = {"rank-too-high", "nothing-matches", "wrong-shape"}
+
+
+def edit(folder: Path, **changes: object) -> None:
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+@pytest.mark.parametrize("name", sorted(set(LOADS) - NOT_SERVED))
+def test_what_loads_has_no_problem_and_the_digest_it_gets_when_loaded(name, tmp_path, base):
+    folder = write_case(tmp_path / name, name)
+    summary = describe_adapter(folder)
+    loaded = read_adapter(folder, base, max_rank=64)
+    assert summary.problem is None
+    mapped = any("names mapped" in note for note in loaded.notes)
+    assert mapped == (name == "language-model-prefix")
+    assert (summary.digest == loaded.digest) is not mapped
+    assert [(x.rank, x.scaling) for x in summary.layers] == [
+        (x.rank, x.scaling) for x in loaded.layers.values()
+    ]
+    assert summary.parameters == loaded.parameters
+    assert summary.nbytes == (folder / "adapter_model.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize("name", sorted((set(CASES) - set(LOADS) - NEEDS_A_BASE) | NOT_SERVED))
+def test_what_no_model_can_load_is_told_with_what_is_there(name, tmp_path):
+    case = CASES[name]
+    summary = describe_adapter(write_case(tmp_path / name, name))
+    # The task is compared with a model's; without one, the trained head beside it is named.
+    words = (
+        ["head"] if name == "seq-cls-on-causal-lm" else case["expect"].get("error_names", ["IA3"])
+    )
+    found = [word in (summary.problem or "") for word in words]
+    assert any(found) if case["expect"].get("any") else all(found), summary.problem
+    assert summary.digest is None
+    assert summary.layers == ()
+    stored = sum(math.prod(shape) for _, shape, _ in case["tensors"])
+    assert summary.parameters == stored
+    assert summary.peft_type == case["config"].get("peft_type")
+
+
+@pytest.mark.parametrize("name", sorted(NEEDS_A_BASE))
+def test_what_only_a_base_can_refuse_is_no_problem_yet(name, tmp_path):
+    assert describe_adapter(write_case(tmp_path / name, name)).problem is None
+
+
+def test_a_plain_adapter(plain):
+    edit(plain, base_model_name_or_path="acme/tiny")
+    summary = describe_adapter(plain)
+    assert (summary.peft_type, summary.base_model, summary.task) == (
+        "LORA",
+        "acme/tiny",
+        "CAUSAL_LM",
+    )
+    assert (summary.rank, summary.alpha, summary.targets) == (8, 16, ("q_proj", "v_proj"))
+    assert {(x.name.rpartition(".")[2], x.rank, x.scaling, x.shape) for x in summary.layers} == {
+        ("q_proj", 8, 2.0, (64, 64)),
+        ("v_proj", 8, 2.0, (32, 64)),
+    }
+    assert summary.modules == tuple(layer.name for layer in summary.layers)
+    assert summary.dtypes == ("F32",)
+
+
+def test_default_targets_go_by_the_base_and_do_not_speak_against_it(plain, base):
+    edit(plain, target_modules=None)
+    summary = describe_adapter(plain)
+    assert summary.targets == ()
+    assert summary.problem is None
+    assert summary.digest == read_adapter(plain, base, max_rank=8).digest
+
+
+@pytest.mark.parametrize("name", ["r", "lora_alpha", "task_type", "target_modules"])
+def test_a_value_of_a_wrong_type_is_the_problem(plain, name):
+    edit(plain, **{name: {"a": [1]}})
+    assert name in (describe_adapter(plain).problem or "")
+
+
+def test_a_half_that_is_no_matrix_is_the_problem(plain):
+    file = plain / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if "lora_A" in name)
+    save_file({**tensors, name: torch.tensor(1.0)}, file)
+    assert "0 dimensions" in (describe_adapter(plain).problem or "")
+
+
+def test_files_that_are_not_there(plain, tmp_path):
+    with pytest.raises(AdapterNotFoundError):
+        describe_adapter(tmp_path / "none")
+    (plain / "adapter_model.safetensors").rename(plain / "adapter_model.bin")
+    with pytest.raises(AdapterUnsupportedError, match="pickle"):
+        describe_adapter(plain)
+    (plain / "adapter_config.json").write_text("[")
+    with pytest.raises(AdapterFormatError, match="no JSON"):
+        describe_adapter(plain)
