@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from benchmarks.linear import matmul
 from benchmarks.producers import activation, norm, routes
 from branchline.core import native
 
@@ -18,7 +19,7 @@ def main() -> None:
         print(f"nothing to compare: the C kernels are absent ({library.reason})")
         return
     print(f"C kernels on {library.isa}")
-    for module in (activation, norm, routes):
+    for module in (activation, norm, routes, matmul):
         module.run(short)
 
 

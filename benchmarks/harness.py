@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,9 +36,14 @@ class Comparison:
 
 def alternate(ours: Callable[[], object], theirs: Callable[[], object], rounds: int) -> Comparison:
     """Run both in turn, `rounds` times each after a warm-up."""
-    found = Comparison([], [])
+    return Comparison(*alternate_all((ours, theirs), rounds))
+
+
+def alternate_all(functions: Sequence[Callable[[], object]], rounds: int) -> list[list[float]]:
+    """Seconds of each function, run in turn `rounds` times after a warm-up."""
+    found: list[list[float]] = [[] for _ in functions]
     for measured in range(-2, rounds):
-        for function, record in ((ours, found.ours), (theirs, found.theirs)):
+        for function, record in zip(functions, found, strict=True):
             start = time.perf_counter()
             function()
             elapsed = time.perf_counter() - start

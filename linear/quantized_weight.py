@@ -73,20 +73,19 @@ class QuantizedWeight:
         if tuple(self.scale.shape) != wanted:
             reason = f"its weight scale has shape {tuple(self.scale.shape)}, expected {wanted}"
             raise ScaleError(subject, reason, _MEND)
-        given = [("weight scale", self.scale.float())]
+        # A block of zeros is one under any scale: NVFP4's smallest may round to 0.
+        self._check_values(subject, "weight scale", self.scale, zero=self.scheme.global_scale)
         if self.scheme.global_scale:
             if self.global_scale is None:
                 raise ScaleError(subject, "its weight has no global scale", _MEND)
-            given.append(("weight's global scale", self.global_scale.float()))
-        for name, scale in given:
-            self._check_values(subject, name, scale)
+            self._check_values(subject, "weight's global scale", self.global_scale, zero=False)
         if self.codes.dtype == torch.float8_e4m3fn and holds_nan(self.codes):
             raise ScaleError(subject, "its weight holds NaN codes", _MEND)
         return self
 
-    def _check_values(self, subject: str, name: str, scale: torch.Tensor) -> None:
-        # A block of zeros is a block of zeros under any scale: NVFP4's smallest may round to 0.
-        usable = scale.isfinite() & (scale >= 0 if self.scheme.global_scale else scale > 0)
+    def _check_values(self, subject: str, name: str, scale: torch.Tensor, zero: bool) -> None:
+        scale = scale.float()
+        usable = scale.isfinite() & (scale >= 0 if zero else scale > 0)
         if not bool(usable.all()):
             bad = scale[~usable].flatten()[0].item()
             reason = f"its {name} holds {bad}, expected positive finite numbers"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Column, Table
 from rich.text import Text
+
+from ..core.selection import Rejection
 
 if TYPE_CHECKING:
     from .audit import AuditReport, Excluded, RouteReport, SiteReport
@@ -41,13 +43,13 @@ def tables(report: AuditReport) -> Iterator[Table]:
     if report.adapters:
         yield _adapter_table(report)
     passed_over = {
-        (r.producer, r.reason): Excluded(name=r.producer, reason=r.reason)
+        (r.producer, r.reason): Rejection(r.producer, r.reason)
         for site in report.sites
         for route in site.routes
         for r in route.rejected
     }
     kernels_passed_over = {
-        (r.kernel, r.reason): Excluded(name=r.kernel, reason=r.reason)
+        (r.kernel, r.reason): Rejection(r.kernel, r.reason)
         for kernel in report.kernels
         for r in kernel.rejected
     }
@@ -138,7 +140,7 @@ def _adapter_table(report: AuditReport) -> Table:
     return table
 
 
-def _excluded_table(title: str, entries: tuple[Excluded, ...]) -> Table:
+def _excluded_table(title: str, entries: Iterable[Excluded | Rejection]) -> Table:
     table = Table("name", "why", title=title, title_justify="left")
     groups: dict[tuple[str, str], int] = {}
     for entry in entries:

@@ -60,7 +60,7 @@ class WrapConfig(BaseModel):
         Quant,
         Field(
             description="How linears are quantised; fp8-static and nvfp4 need calibration "
-            "prompts.  Not for a checkpoint that is quantised already."
+            "prompts. Not for a checkpoint that is quantised already."
         ),
     ] = Quant.FP8_DYNAMIC
     policy: Annotated[

@@ -99,12 +99,12 @@ class EmulatedLinear(CodesKernel):
         total = values.new_zeros(values.shape[0], self.out_features)
         edges = [*range(0, self.in_features, step), self.in_features]
         for start, stop in pairwise(edges):
-            part = values[:, start:stop] @ self._weight_t[start:stop]
-            if row_blocks is not None:
-                part *= row_blocks[:, start // group, None]
-            if self._blocks is not None:
-                part *= self._blocks[start // columns]
-            total += part
+            rows = None if row_blocks is None else row_blocks[:, start // group, None]
+            blocks = None if self._blocks is None else self._blocks[start // columns]
+            # Both scales at once: the sum times one of them could overflow.
+            factor = _times(rows, blocks)
+            assert factor is not None
+            total += (values[:, start:stop] @ self._weight_t[start:stop]) * factor
         return total
 
 
