@@ -189,7 +189,7 @@ class AdapterManager:
 
     def base_batch(self) -> Batch:
         """The batch of forwards that name no adapter: base rows, any number of them."""
-        self._refuse_if_closed()
+        self.refuse_if_closed()
         return Batch(self._plan({}))
 
     def _acquire(self, names: Sequence[str | None]) -> tuple[Batch, tuple[Version, ...]]:
@@ -202,7 +202,7 @@ class AdapterManager:
                 "pass a list such as ['sql', None]",
             )
         with self._lock:
-            self._refuse_if_closed()
+            self.refuse_if_closed()
             chosen = [None if n is None or n == BASE_NAME else self._version(n) for n in names]
             versions = tuple({v.key: v for v in chosen if v is not None}.values())
             plan = self._plan({version.key: version.name for version in versions})
@@ -240,7 +240,12 @@ class AdapterManager:
                 )
             self._closed = True
 
-    def _refuse_if_closed(self) -> None:
+    def refuse_if_closed(self) -> None:
+        """Refuse where the model was unwrapped.
+
+        Raises:
+            ConfigError: it was.
+        """
         if self._closed:
             raise ConfigError("this served model", "was unwrapped", "wrap the model again")
 
@@ -248,7 +253,7 @@ class AdapterManager:
     def _changing(self) -> Iterator[None]:
         """Under the lock, and outside of inference mode: its tensors cannot be written later."""
         with self._lock, torch.inference_mode(False), torch.no_grad():
-            self._refuse_if_closed()
+            self.refuse_if_closed()
             yield
 
     # --- inside the lock ------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from examples.smollm2 import ensure_smollm2
 TEXT = Path(__file__).parent / "data" / "held_text.txt"
 CHUNKS, LENGTH = 4, 513
 #: How much perplexity may grow.
-LIMITS = {"fp8-static": 1.05, "fp8-dynamic": 1.03, "fp8-block": 1.03, "fp8-block-ue8m0": 1.03}
+LIMITS = {"fp8-static": 1.05, "fp8-dynamic": 1.03, "fp8-block": 1.03, "fp8-block-ue8m0": 1.05}
 #: Schemes whose input scales are calibrated.
 CALIBRATED = ("fp8-static", "nvfp4")
 
@@ -58,7 +59,7 @@ def measure() -> dict[str, dict[str, float]]:
             "agreement": agreement,
         }
         say(f"{name:<18} perplexity {perplexity / base - 1:+.2%}, agreement {agreement:.3f}")
-        if perplexity / base > LIMITS.get(name, 9.0):
+        if perplexity / base > LIMITS.get(name, math.inf):
             raise AssertionError(f"{name}: perplexity grew by more than {LIMITS[name] - 1:.0%}")
     return figures
 

@@ -22,6 +22,7 @@ from .quant_key import (
     ScaleLayout,
 )
 from .quantized_activation import QuantizedActivation, as_quantized_activation
+from .scheme import SCHEMES, LinearScheme, WeightScheme
 
 __all__ = [
     "ACTIVATIONS",
@@ -33,13 +34,16 @@ __all__ = [
     "KEYS",
     "MXFP8",
     "NVFP4",
+    "SCHEMES",
     "BranchlineError",
     "Granularity",
+    "LinearScheme",
     "Platform",
     "QuantKey",
     "QuantizedActivation",
     "ScaleFormat",
     "ScaleLayout",
+    "WeightScheme",
     "as_quantized_activation",
     "detect_platform",
     "quantize",

@@ -46,7 +46,8 @@ class WeightScheme:
             raise ConfigError(f"weight scheme {self}", reason, "use one of branchline.core.SCHEMES")
 
     def _refusal(self) -> str | None:
-        if min(self.rows, self.columns) < 0 or (self.rows == 0 and self.columns != 0):
+        negative = min(self.rows, self.columns) < 0
+        if negative or (self.rows == 0) != (self.columns == 0 and self.rows != 1):
             return f"{self.rows} rows and {self.columns} columns are no block"
         fp4 = self.code_dtype == torch.float4_e2m1fn_x2
         if not fp4 and self.code_dtype != torch.float8_e4m3fn:
@@ -118,8 +119,13 @@ class LinearScheme:
 
     @property
     def static(self) -> bool:
-        """It needs a calibrated input scale."""
+        """Its input has one calibrated scale."""
         return self.input is not None and self.input.static
+
+    @property
+    def calibrated(self) -> bool:
+        """Its input has a scale that is measured beforehand: the one, or NVFP4's global one."""
+        return self.input is not None and (self.input.static or self.input.global_scale)
 
     def __str__(self) -> str:
         return f"{self.weight} x {self.input or 'unquantised inputs'}"

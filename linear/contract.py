@@ -20,7 +20,7 @@ class InputScale:
 
     Attributes:
         value: float32, shape (1,), on the consumer's device: a copy, not to be written to.
-        source: where it comes from: "calibration", or a tensor of the checkpoint.
+        source: where it comes from: "calibration", "checkpoint", or nothing that is known.
     """
 
     value: torch.Tensor

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, Self
+
 import torch
 from torch import nn
 
@@ -70,6 +73,20 @@ class QuantizedLinear(nn.Module):
     def restore(self, weight: QuantizedWeight) -> None:
         """Take the weight back."""
         self._weight = weight
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        raise WrapError(
+            self.name,
+            "its codes are no parameters, so a state dict or a saved checkpoint would lack them",
+            "copy the checkpoint's folder instead",
+        )
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        raise WrapError(
+            self.name,
+            "cannot be moved or cast: its codes, scales and dtype are the checkpoint's",
+            "pass dtype= to branchline.load_model",
+        )
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Not served: only a kernel can multiply.

@@ -69,10 +69,7 @@ class QuantizedWeight:
             ScaleError: a scale that is zero, negative (what some engines start with), not finite
                 or of another shape; or codes that are NaN.
         """
-        wanted = self.scheme.scale_shape(self.out_features, self.in_features)
-        if tuple(self.scale.shape) != wanted:
-            reason = f"its weight scale has shape {tuple(self.scale.shape)}, expected {wanted}"
-            raise ScaleError(subject, reason, _MEND)
+        self.check_shapes(subject)
         # A block of zeros is one under any scale: NVFP4's smallest may round to 0.
         self._check_values(subject, "weight scale", self.scale, zero=self.scheme.global_scale)
         if self.scheme.global_scale:
@@ -82,6 +79,25 @@ class QuantizedWeight:
         if self.codes.dtype == torch.float8_e4m3fn and holds_nan(self.codes):
             raise ScaleError(subject, "its weight holds NaN codes", _MEND)
         return self
+
+    def check_shapes(self, subject: str) -> None:
+        """Refuse codes or scales of other shapes than the scheme's.
+
+        Raises:
+            ScaleError: one of them.
+        """
+        packed = 2 if self.codes.dtype == torch.float4_e2m1fn_x2 else 1
+        for what, found, wanted in (
+            ("codes have", self.codes.shape[1:], (-(-self.in_features // packed),)),
+            (
+                "scale has",
+                self.scale.shape,
+                self.scheme.scale_shape(self.out_features, self.in_features),
+            ),
+        ):
+            if tuple(found) != wanted:
+                reason = f"its weight {what} shape {tuple(found)}, expected {wanted}"
+                raise ScaleError(subject, reason, _MEND)
 
     def _check_values(self, subject: str, name: str, scale: torch.Tensor, zero: bool) -> None:
         scale = scale.float()

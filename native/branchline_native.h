@@ -109,7 +109,8 @@ typedef void bl_fp8_decode_fn(const uint8_t *codes, int64_t codes_stride, float 
 enum bl_input_kind { BL_INPUT_E4M3 = 0, BL_INPUT_BF16 = 1, BL_INPUT_F32 = 2 };
 
 /* The rows of x times a packed weight (matmul.h), scaled, plus a bias.  Vectors by channel are as
- * long as whole panels.  Activations in float32 must have no more bits than a half. */
+ * long as whole panels.  The bytes of activations in
+ * float32 are the same on every instruction set if they have no more bits than a half. */
 struct bl_matmul {
     int64_t rows, columns, out_features;
     const void *x;

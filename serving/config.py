@@ -34,8 +34,7 @@ class Quant(StrEnum):
     @property
     def calibrated(self) -> bool:
         """Whether inputs have a scale that is measured beforehand."""
-        key = None if self.scheme is None else self.scheme.input
-        return key is not None and (key.static or key.global_scale)
+        return self.scheme is not None and self.scheme.calibrated
 
 
 class LoraDtype(StrEnum):

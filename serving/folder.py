@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -20,11 +21,14 @@ from ..core.errors import WrapError
 
 #: What transformers raises for a folder that it cannot read.
 UNREADABLE = (
+    ArithmeticError,
+    AttributeError,
     ImportError,
-    KeyError,
+    LookupError,
     OSError,
     RuntimeError,
     SafetensorError,
+    StrictDataclassError,
     TypeError,
     ValueError,
 )

@@ -206,7 +206,8 @@ class ServedModel(nn.Module):
     def requantize(self, layer: str, quant: str | Quant) -> None:
         """Give one linear another scheme; every plan made before is made anew.
 
-        A batch in flight goes on with its plan: call it between batches.
+        A batch in flight goes on with its plan: call it between batches.  A linear of a quantised
+        checkpoint is quantised again from the values it has now.
 
         Args:
             layer: its full name.
@@ -217,10 +218,13 @@ class ServedModel(nn.Module):
             CalibrationError: the scheme needs ranges that the model was not wrapped with.
             KernelUnavailableError: no kernel serves it.
         """
+        self.adapters.refuse_if_closed()
         found = self.registry.layers.get(layer)
         if found is None:
             raise ConfigError(f"linear {layer!r}", "is no routed linear", "see registry.layers")
-        wanted = WrapConfig.checked(quant=quant).quant
+        if quant not in tuple(Quant):
+            raise ConfigError(f"quant={str(quant)!r}", "is unknown", f"use {', '.join(Quant)}")
+        wanted = Quant(quant)
         force = self.settings.linear_kernel
         found.kernel = requantized(found, wanted, self.calibration, force)
 

@@ -100,13 +100,22 @@ def quantize_checkpoint(
         )
     try:
         run = _Run(folder, out, config, progress or _no_progress)
-        with torch.no_grad():
-            run.observe(calibration, tokenizer)
-            return run.write()
     except BranchlineError:
         raise
     except UNREADABLE as error:
         raise unreadable(folder, error) from error
+    try:
+        with torch.no_grad():
+            run.observe(calibration, tokenizer)
+            return run.write()
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"quantising {str(folder)!r} into {str(out)!r}",
+            f"reading or writing failed: {one_line(error)}",
+            "see that the source is whole and the disk has room, then run it again",
+        ) from error
+    finally:
+        run.close()
 
 
 def _no_progress(what: str, done: int, total: int) -> None:
@@ -125,6 +134,18 @@ class _Run:
         self.saturated: Mapping[str, float] = {}
         self.sizes = {file: file.stat().st_size for file in self.files}
         self.done = 0
+        self._workplace: Workplace | None = None
+
+    @property
+    def workplace(self) -> Workplace:
+        """The folder that the result grows in; there once inputs were observed."""
+        assert self._workplace is not None
+        return self._workplace
+
+    def close(self) -> None:
+        """Let another run have that folder."""
+        if self._workplace is not None:
+            self._workplace.close()
 
     # --- calibration ----------------------------------------------------------------------------
 
@@ -136,12 +157,12 @@ class _Run:
         if isinstance(calibration, str | Path):
             calibration = Calibration.load(calibration)
         if calibration is None:
-            self.workplace = Workplace(self.out, self._origin(None))
+            self._workplace = Workplace(self.out, self._origin(None))
         elif isinstance(calibration, Calibration):
             self.ranges = calibration
             calibration.check_belongs({*self.plan.linears.values(), *self.plan.unquantized})
             self._check_ranges(calibration)
-            self.workplace = Workplace(
+            self._workplace = Workplace(
                 self.out, self._origin(sha256_of_json(dict(calibration.input_amax)))
             )
         else:
@@ -151,7 +172,7 @@ class _Run:
         self.progress("loading the model to calibrate", 0, 0)
         model = load_model(self.folder)
         batches = list(calibration_batches(model, prompts, tokenizer))
-        self.workplace = Workplace(self.out, self._origin(_digest(batches)))
+        self._workplace = Workplace(self.out, self._origin(_digest(batches)))
         seen = self.workplace.observed()
         if seen is None:
             self.progress("calibrating", 0, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -9,6 +10,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -23,6 +25,7 @@ from .quantize_report import LayerReport
 MANIFEST = "quantize-manifest.json"
 _VERSION = 1
 _PART = ".part"
+_LOCK = "quantize.lock"
 
 
 class _Part(BaseModel):
@@ -95,10 +98,35 @@ class Workplace:
         refuse_existing(out)
         self.out = out
         self.folder = partial_folder(out)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self._make_folder()
+        self._lock = self._locked()
         self._manifest = self._take_over(origin)
         for name, shard in self._manifest.shards.items():
             self._verify(name, shard)
+
+    def _make_folder(self) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"output folder {str(self.out)!r}",
+                f"cannot be made: {error}",
+                "choose a place that can be written",
+            ) from error
+
+    def _locked(self) -> IO[bytes]:
+        """The manifest's lock, held as long as this object lives."""
+        file = (self.folder / _LOCK).open("wb")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.close()
+            raise ConfigError(
+                f"output folder {str(self.out)!r}",
+                "another run is writing it",
+                "let that run end, or choose another place",
+            ) from error
+        return file
 
     @property
     def finished(self) -> Mapping[str, Shard]:
@@ -131,6 +159,8 @@ class Workplace:
         """Write one shard; it appears whole or not at all."""
         part = self.folder / f"{name}{_PART}"
         save_file(dict(tensors), part, {"format": "pt"})
+        # It writes files that only their owner may read.
+        part.chmod(0o666 & ~_umask())
         _sync(part)
         part.replace(self.folder / name)
         sizes = {key: value.numel() * value.element_size() for key, value in tensors.items()}
@@ -151,14 +181,23 @@ class Workplace:
             leftover.unlink()
         refuse_existing(self.out)
         self.folder.rename(self.out)
-        (self.out / MANIFEST).unlink()
+        for name in (MANIFEST, _LOCK):
+            (self.out / name).unlink()
+
+    def close(self) -> None:
+        """Let another run have the folder."""
+        self._lock.close()
 
     def _take_over(self, origin: Origin) -> _Manifest:
         file = self.folder / MANIFEST
         subject = f"folder {str(self.folder)!r}"
         remedy = "delete it, or choose another place for the result"
         if not file.exists():
-            others = [path.name for path in self.folder.iterdir() if path.suffix != _PART]
+            others = [
+                path.name
+                for path in self.folder.iterdir()
+                if path.suffix != _PART and path.name != _LOCK
+            ]
             if others:
                 raise CheckpointError(
                     subject, f"holds {some(others)}, but no {MANIFEST} of a run", remedy
@@ -252,3 +291,10 @@ def _descriptor(file: Path) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def _umask() -> int:
+    # It can only be read by setting it.
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

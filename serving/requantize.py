@@ -47,7 +47,7 @@ def requantized(
         raise CalibrationError(
             f"quant='{quant}' for {layer.name}",
             "needs observed input ranges, and the model was wrapped without any",
-            "wrap with quant='fp8-static' or 'nvfp4', or choose a dynamic scheme",
+            "choose a dynamic scheme, or wrap an unquantised model with quant='fp8-static'",
         )
     weight = QuantizedWeight.from_float(_values(layer), layer.name, scheme.weight)
     device = weight.codes.device

@@ -17,7 +17,6 @@ from ..adapters.from_peft import unwrap_peft, weights_from_peft
 from ..adapters.manager import AdapterManager
 from ..adapters.source import AdapterWeights, BaseFacts
 from ..core.errors import (
-    BranchlineError,
     CalibrationError,
     ConfigError,
     KernelUnavailableError,
@@ -212,14 +211,11 @@ class _Wrapping:
         """The model's own multiplication, until the wrap quantises it."""
         if not isinstance(module, QuantizedLinear):
             return FloatLinear(module)
-        weight = module.release()
-        try:
-            kernel = self._kernel(name, weight, module.bias, module.contract)
-        except BranchlineError:
-            module.restore(weight)
-            raise
-        self.undo.callback(lambda: module.restore(kernel.quantized_weight()))
         self.quantized.add(name)
+        kernel = self._kernel(name, module.quantized_weight(), module.bias, module.contract)
+        # Registered before the weight goes, so that nothing that happens in between loses it.
+        self.undo.callback(lambda: module.restore(kernel.quantized_weight()))
+        module.release()
         return kernel
 
     def _kernel(
@@ -256,7 +252,7 @@ class _Wrapping:
         given = [name for name in _HOW_TO_QUANTIZE if name in self.config.model_fields_set]
         if self.quantized and given:
             raise ConfigError(
-                f"setting {given[0]}={getattr(self.config, given[0])!r}",
+                f"setting {given[0]}={getattr(self.config, given[0])}",
                 f"the checkpoint is quantised already ({len(self.quantized)} linears)",
                 "drop the setting, or load an unquantised checkpoint",
             )

@@ -117,7 +117,7 @@ def _contract(layer: Layer, value: torch.Tensor | None) -> InputContract:
         return InputContract(key)
     if key.global_scale:
         scale = _single(layer, "input's global scale", value)
-        return InputContract(key, global_scale=InputScale.checked(scale, layer.name))
+        return InputContract(key, global_scale=InputScale.checked(scale, layer.name, "checkpoint"))
     if value.dtype not in _FLOAT_SCALES:
         raise ScaleError(layer.name, f"its input scale is {value.dtype}, no float", _MEND)
-    return InputContract(key, InputScale.checked(value, layer.name))
+    return InputContract(key, InputScale.checked(value, layer.name, "checkpoint"))

@@ -113,8 +113,7 @@ def is_float(dtype: torch.dtype | None) -> bool:
 
 def needs_input_scale(scheme: LinearScheme) -> bool:
     """Whether the input takes a scale from the checkpoint."""
-    key = scheme.input
-    return key is not None and (key.static or key.global_scale)
+    return scheme.calibrated
 
 
 def settle(

@@ -14,6 +14,8 @@ from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
 
+import regex
+
 
 class How(StrEnum):
     """How an entry is compared with a full name; "at dots" means whole components."""
@@ -44,6 +46,8 @@ class Entry(NamedTuple):
 #: Reads an entry; raises `re.error` for a pattern that is none.
 Dialect = Callable[[str], Entry]
 
+#: Seconds that one pattern may take on one name, which are microseconds for any sane one.
+_PATIENCE = 1.0
 _GLOB = re.compile(r"[*?\[]")
 _PLAIN = re.compile(r"[\w.\-]+")
 # Behind or before a dot, or at the end; written without alternatives, so that `literal` reads it.
@@ -128,14 +132,22 @@ class LinearNames:
         if how == How.BEGIN:
             return _beginning(self._sorted, text)
         if how == How.PATTERN:
-            match = re.compile(text).match
-            return [name for name in _beginning(self._sorted, literal(text)[0]) if match(name)]
+            names = _beginning(self._sorted, literal(text)[0])
+            return [name for name in names if _match(re.compile(text).pattern, name)]
         found = [text] if text in self._all else []
         if how in (How.UNDER, How.EITHER_END):
             found += _beginning(self._sorted, text + ".")
         if how == How.EITHER_END:
             found += [name[::-1] for name in _beginning(self._backwards, f".{text}"[::-1])]
         return found
+
+
+def _match(pattern: str, name: str) -> bool:
+    # A checkpoint's pattern is data of a stranger: some take longer than the universe has.
+    try:
+        return regex.match(pattern, name, timeout=_PATIENCE, concurrent=True) is not None
+    except TimeoutError as error:
+        raise re.error(f"takes more than {_PATIENCE} s on the name {name}", pattern) from error
 
 
 def _beginning(ordered: list[str], text: str) -> list[str]:

@@ -101,15 +101,25 @@ class QuantizedKernel(LinearKernel):
     ) -> None:
         self.contract = contract
         self.out_features, self.in_features = weight.out_features, weight.in_features
-        self._check(weight)
         self._bias = None if bias is None else bias.detach().float()
+        self._check(weight)
         self._take(weight)
 
     def _check(self, weight: QuantizedWeight) -> None:
         subject, key = f"kernel {self.name}", self.contract.key
         plain = None if key is None else key.plain()
         scheme = LinearScheme(weight.scheme, plain)
+        weight.check_shapes(subject)
+        if self._bias is not None and self._bias.shape != (self.out_features,):
+            raise ContractError(
+                subject,
+                f"its bias has shape {tuple(self._bias.shape)}, the weight {self.out_features} "
+                "output channels",
+                "pass the bias of this linear",
+            )
         verdict = self.can_implement(LinearConfig(self.in_features, self.out_features, scheme))
+        if not self.in_features:
+            verdict = Verdict(False, "the weight has no columns")
         if not verdict.ok:
             raise KernelUnavailableError(subject, verdict.reason, "choose another kernel")
         if key is not None and key.static:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ...core import native
+from ...core.errors import ContractError
 from ...core.platform import Platform
 from ...core.quant_key import QuantKey
 from ...core.quantized_activation import QuantizedActivation, as_quantized_activation
@@ -118,6 +119,10 @@ class NativeW8A16Linear(QuantizedKernel):
         as_quantized_activation(x, None, consumer=consumer)
         assert isinstance(x, torch.Tensor)
         self.check_width(x.shape, consumer)
+        if not x.dtype.is_floating_point:
+            raise ContractError(
+                consumer, f"takes floating-point activations, not {x.dtype}", "cast it first"
+            )
         values = x if x.dtype == torch.bfloat16 else x.float()
         (out,) = multiply(PackedInput(values, None), [self._packed], _out_dtype(x.dtype))
         return _as_activation(out, x.dtype, x.shape)

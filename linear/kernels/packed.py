@@ -117,6 +117,7 @@ def multiply(
     Raises:
         MemoryError: there is no memory for scratch buffers.
     """
+    assert len(weights) <= native.MATMULS
     # The calls hold addresses only: outputs and inputs live here until they are done.
     calls, outs = zip(*(weight.call(x, dtype) for weight in weights), strict=True)
     array = (Matmul * len(calls))(*calls)

@@ -1,4 +1,4 @@
-"""W8A16: FP8 weights times unquantised activations, so nothing upstream can be fused."""
+"""W8A16: quantised weights times unquantised activations, so nothing upstream can be fused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .base import LinearConfig, QuantizedKernel
 
 
 class W8A16Linear(QuantizedKernel):
-    """Weights stay codes in memory and are dequantised to the activation's dtype in every call."""
+    """Weights stay codes in memory; every call makes a float copy of them, by way of float32."""
 
     name = "w8a16"
 

@@ -14,9 +14,11 @@ from branchline.core.platform import detect_platform
 from branchline.core.route import Route
 from branchline.core.scheme import SCHEMES
 from branchline.linear.contract import InputContract, InputScale
+from branchline.linear.kernels import packed
 from branchline.linear.kernels.build import build_kernel
 from branchline.linear.kernels.emulated import EmulatedLinear
 from branchline.linear.quantized_weight import QuantizedWeight
+from branchline.serving.config import Quant
 from tests.checkpoints import CALIBRATED, PROMPTS, build_wide, quantize
 from tests.models import token_ids
 
@@ -231,3 +233,45 @@ def test_emulated_scales_do_not_overflow_where_their_product_does_not():
     x = torch.full((1, 128), 3e38)
     out = EmulatedLinear(weight, None, InputContract(scheme.input)).apply(x, "w")
     assert bool(out.isfinite().all())
+
+
+def test_a_wrap_that_is_interrupted_loses_no_weight(checkpoint, monkeypatch):
+    model = branchline.load_model(checkpoint)
+    calls = 0
+    pack = packed.pack_codes
+
+    def interrupted(codes):
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            raise KeyboardInterrupt
+        return pack(codes)
+
+    monkeypatch.setattr(packed, "pack_codes", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        branchline.wrap(model)
+    monkeypatch.setattr(packed, "pack_codes", pack)
+    logits(branchline.wrap(model))
+
+
+def test_a_loaded_checkpoint_is_not_saved_or_cast_without_its_codes(checkpoint, tmp_path):
+    model = branchline.load_model(checkpoint)
+    for action in (
+        lambda: model.save_pretrained(tmp_path / "lost"),
+        model.state_dict,
+        lambda: model.to(torch.float16),
+        model.half,
+    ):
+        with pytest.raises(branchline.BranchlineError, match=r"codes"):
+            action()
+
+
+def test_an_unwrapped_model_is_requantized_no_more():
+    served = wrapped("fp8-dynamic")
+    served.unwrap()
+    with pytest.raises(ConfigError, match="unwrapped"):
+        served.requantize(DOWN, "fp8-block")
+
+
+def test_every_scheme_can_be_asked_for():
+    assert set(Quant) - {Quant.NONE} == set(SCHEMES)

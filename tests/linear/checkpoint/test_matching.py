@@ -166,3 +166,10 @@ def test_a_scheme_for_each_of_many_layers(tmp_path):
     began = time.process_time()
     assert len(found.resolve([*EXPERTS, *KEPT], None).schemes) == len(EXPERTS)
     assert time.process_time() - began < 4
+
+
+def test_a_pattern_that_takes_for_ever_is_refused():
+    names = LinearNames([f"model.layers.{'a' * 40}.q_proj"])
+    for pattern in (r"(?:[\w.]+)+!$", ".*" * 16 + "!"):
+        with pytest.raises(re.error, match="takes more than"):
+            names.matching(Entry(How.PATTERN, pattern))

@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from branchline.core import native
-from branchline.core.errors import ContractError, KernelUnavailableError, RawConsumerError
+from branchline.core.errors import (
+    ConfigError,
+    ContractError,
+    KernelUnavailableError,
+    RawConsumerError,
+    ScaleError,
+)
 from branchline.core.quant_key import FP8_DYNAMIC_TOKEN
 from branchline.core.scheme import BLOCK_128, PER_CHANNEL, SCHEMES, LinearScheme, WeightScheme
 from branchline.linear.contract import InputContract
@@ -236,3 +242,25 @@ def test_only_takers_of_the_same_codes_are_siblings():
     group_siblings(many)
     assert len(many[0].group) == native.MATMULS
     assert many[-1].group == (many[-1],)
+
+
+def test_weights_that_do_not_fit_together_are_refused():
+    weight = QuantizedWeight.from_float(torch.randn(5, 8), NAME)
+    contract = InputContract(FP8_DYNAMIC_TOKEN)
+    for bias in (torch.zeros(3), torch.zeros(64), torch.zeros(5, 1)):
+        with pytest.raises(ContractError, match="bias has shape"):
+            NativeFp8Linear(weight, bias, contract)
+    for changed in (
+        dataclasses.replace(weight, in_features=300),
+        dataclasses.replace(weight, scale=torch.ones(3, 1)),
+    ):
+        with pytest.raises(ScaleError, match="shape"):
+            NativeFp8Linear(changed, None, contract)
+    empty = QuantizedWeight.from_float(torch.empty(5, 0), NAME)
+    with pytest.raises(KernelUnavailableError, match="no columns"):
+        NativeFp8Linear(empty, None, contract)
+    with pytest.raises(ConfigError, match="no block"):
+        WeightScheme(64, 0)
+    kernel = NativeW8A16Linear(weight, None, InputContract(None))
+    with pytest.raises(ContractError, match="floating-point"):
+        kernel.apply(torch.ones(2, 8, dtype=torch.int64), NAME)
