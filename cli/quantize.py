@@ -49,7 +49,7 @@ def quantize(
     json: JsonOption = False,
     settings: QuantizeConfig,
 ) -> None:
-    """Write MODEL, quantised, to OUT: a checkpoint that this library, vLLM and transformers read.
+    """Write MODEL, quantised, to OUT: a checkpoint that this library and transformers read.
 
     One file of the model is in memory at a time. A run that was stopped is continued by the same
     command.

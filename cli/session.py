@@ -54,7 +54,7 @@ CalibrationOption = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="For --quant fp8-static: a .txt of prompts, one a line, or a .json of saved scales; "
+        help="For --quant fp8-static or nvfp4: a .txt of prompts, one a line, or a .json of saved scales; "
         "without it a small built-in set of English prompts.",
     ),
 ]

@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -25,7 +24,6 @@ from .quantize_report import LayerReport
 MANIFEST = "quantize-manifest.json"
 _VERSION = 1
 _PART = ".part"
-_LOCK = "quantize.lock"
 
 
 class _Part(BaseModel):
@@ -99,10 +97,14 @@ class Workplace:
         self.out = out
         self.folder = partial_folder(out)
         self._make_folder()
-        self._lock = self._locked()
-        self._manifest = self._take_over(origin)
-        for name, shard in self._manifest.shards.items():
-            self._verify(name, shard)
+        self._lock: int | None = self._locked()
+        try:
+            self._manifest = self._take_over(origin)
+            for name, shard in self._manifest.shards.items():
+                self._verify(name, shard)
+        except BaseException:
+            self.close()
+            raise
 
     def _make_folder(self) -> None:
         try:
@@ -114,19 +116,19 @@ class Workplace:
                 "choose a place that can be written",
             ) from error
 
-    def _locked(self) -> IO[bytes]:
-        """The manifest's lock, held as long as this object lives."""
-        file = (self.folder / _LOCK).open("wb")
+    def _locked(self) -> int:
+        """A descriptor that holds the folder's lock."""
+        folder = os.open(self.folder, os.O_RDONLY)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            file.close()
+            os.close(folder)
             raise ConfigError(
                 f"output folder {str(self.out)!r}",
                 "another run is writing it",
                 "let that run end, or choose another place",
             ) from error
-        return file
+        return folder
 
     @property
     def finished(self) -> Mapping[str, Shard]:
@@ -181,23 +183,20 @@ class Workplace:
             leftover.unlink()
         refuse_existing(self.out)
         self.folder.rename(self.out)
-        for name in (MANIFEST, _LOCK):
-            (self.out / name).unlink()
+        (self.out / MANIFEST).unlink()
 
     def close(self) -> None:
         """Let another run have the folder."""
-        self._lock.close()
+        if self._lock is not None:
+            os.close(self._lock)
+        self._lock = None
 
     def _take_over(self, origin: Origin) -> _Manifest:
         file = self.folder / MANIFEST
         subject = f"folder {str(self.folder)!r}"
         remedy = "delete it, or choose another place for the result"
         if not file.exists():
-            others = [
-                path.name
-                for path in self.folder.iterdir()
-                if path.suffix != _PART and path.name != _LOCK
-            ]
+            others = [path.name for path in self.folder.iterdir() if path.suffix != _PART]
             if others:
                 raise CheckpointError(
                     subject, f"holds {some(others)}, but no {MANIFEST} of a run", remedy

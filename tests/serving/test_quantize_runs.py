@@ -232,3 +232,19 @@ def test_damaged_and_missing_source_files_are_named(llama, tmp_path):
         quantize(tmp_path / "none", tmp_path / "out", "fp8-dynamic")
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "out.partial").exists()
+
+
+def test_two_runs_do_not_share_a_folder(llama, tmp_path):
+    _, source = llama
+    seen = []
+
+    def second(what, done, total):
+        if not seen:
+            seen.append(what)
+            with pytest.raises(ConfigError, match="another run is writing it"):
+                quantize(source, tmp_path / "out", "fp8-dynamic")
+
+    quantize(source, tmp_path / "out", "fp8-dynamic", progress=second)
+    assert seen
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
+    assert len(modes) == 1
