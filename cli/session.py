@@ -54,8 +54,8 @@ CalibrationOption = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="For --quant fp8-static or nvfp4: a .txt of prompts, one a line, or a .json of saved scales; "
-        "without it a small built-in set of English prompts.",
+        help="For --quant fp8-static or nvfp4: a .txt of prompts, one a line, or a .json of saved "
+        "scales; without it a small built-in set of English prompts.",
     ),
 ]
 JsonOption = Annotated[
