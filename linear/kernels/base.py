@@ -118,7 +118,7 @@ class QuantizedKernel(LinearKernel):
                 "pass the bias of this linear",
             )
         verdict = self.can_implement(LinearConfig(self.in_features, self.out_features, scheme))
-        if not self.in_features:
+        if verdict.ok and not self.in_features:
             verdict = Verdict(False, "the weight has no columns")
         if not verdict.ok:
             raise KernelUnavailableError(subject, verdict.reason, "choose another kernel")
