@@ -14,7 +14,7 @@ from ...core.quant_key import QuantKey
 from ..outputs import empty
 from ..quantized_weight import QuantizedWeight
 from ..rows import as_rows, rows_of
-from .reference import BLOCK
+from .reference import BLOCK, block_columns
 
 _KINDS = {
     torch.float8_e4m3fn: InputKind.E4M3,
@@ -35,8 +35,8 @@ class PackedWeight:
     def __init__(
         self, weight: QuantizedWeight, bias: torch.Tensor | None, key: QuantKey | None
     ) -> None:
-        # Codes live in the panels alone.
-        self._source = replace(weight, codes=weight.codes[:, :0])
+        # Codes live in the panels alone: a view of none of them would keep all of them.
+        self._source = replace(weight, codes=torch.empty_like(weight.codes[:, :0]))
         self._out_features, self._in_features = weight.out_features, weight.in_features
         self._padding = -self._out_features % PANEL
         self._codes = pack_codes(weight.codes)
@@ -69,7 +69,7 @@ class PackedWeight:
         call = Matmul(columns=self._in_features, out_features=self._out_features)
         call.x_group, call.weight_group = group, scheme.columns
         call.weight_each_channel = scheme.rows == 1
-        call.block = min([BLOCK, *(size for size in (group, scheme.columns) if size)])
+        call.block = block_columns(scheme.columns, group)
         call.codes, call.weight_scale = self._codes.data_ptr(), self._scale.data_ptr()
         call.bias = None if self._bias is None else self._bias.data_ptr()
         call.out_stride = self._out_features

@@ -10,16 +10,20 @@ from __future__ import annotations
 import torch
 
 from ...core.quantized_activation import QuantizedActivation
-from ..quantized_weight import QuantizedWeight
+from ..quantized_weight import QuantizedWeight, spread_rows
 
 #: Columns of one block sum.
 BLOCK = 128
 
 
-def block_columns(weight: QuantizedWeight, x: QuantizedActivation | None) -> int:
-    """Columns of a block sum: no scale changes inside of one."""
-    groups = [weight.scheme.columns, x.quant_key.granularity.size if x is not None else 0]
-    return min([BLOCK, *(size for size in groups if size)])
+def block_columns(weight_columns: int, input_columns: int) -> int:
+    """Columns of a block sum, none of which a scale changes in.
+
+    Args:
+        weight_columns: that share a scale of the weight; 0 for all.
+        input_columns: that share a scale of the input; 0 for all, or for no codes.
+    """
+    return min([BLOCK, *(size for size in (weight_columns, input_columns) if size)])
 
 
 def matmul(
@@ -37,8 +41,8 @@ def matmul(
     """
     quantized = x if isinstance(x, QuantizedActivation) else None
     values = (x if quantized is None else quantized.codes).reshape(-1, weight.in_features).float()
-    w, step = weight.values(), block_columns(weight, quantized)
     row_scale, row_group = _input_scales(quantized)
+    w, step = weight.values(), block_columns(weight.scheme.columns, row_group)
     w_scale = weight.scales()
     total = values.new_zeros(values.shape[0], weight.out_features)
     for start in range(0, weight.in_features, step):
@@ -80,6 +84,4 @@ def _block_scale(
     if not scheme.blockwise:
         return factor
     column = w_scale[:, start // scheme.columns]
-    if scheme.rows > 1:
-        column = column.repeat_interleave(scheme.rows)[: weight.out_features]
-    return factor * column[None, :]
+    return factor * spread_rows(column, scheme.rows, weight.out_features)[None, :]

@@ -172,6 +172,9 @@ def test_weights_come_back_to_the_bit():
 def test_weights_take_a_quarter_of_float32():
     kernel = pair(NativeFp8Linear, SCHEMES["fp8-dynamic"], 512, 2048).kernel
     assert kernel.weight_bytes < 512 * 2048 * 1.02
+    # What came in may go: no view of it is left, which would keep all of it.
+    held = [v for v in vars(kernel._packed._source).values() if isinstance(v, torch.Tensor)]
+    assert sum(tensor.untyped_storage().nbytes() for tensor in held) < 512 * 2048 * 0.01
 
 
 def test_what_it_cannot_do_is_refused_with_the_reason():
