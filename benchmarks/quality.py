@@ -26,8 +26,6 @@ TEXT = Path(__file__).parent / "data" / "held_text.txt"
 CHUNKS, LENGTH = 4, 513
 #: How much perplexity may grow.
 LIMITS = {"fp8-static": 1.05, "fp8-dynamic": 1.03, "fp8-block": 1.03, "fp8-block-ue8m0": 1.05}
-#: Schemes whose input scales are calibrated.
-CALIBRATED = ("fp8-static", "nvfp4")
 
 
 def main() -> None:
@@ -73,7 +71,7 @@ def _model(name: str, folder: Path, tokenizer: Any) -> Any:
     if name == "bfloat16":
         return model
     settings: dict[str, Any] = {}
-    if name in CALIBRATED:
+    if SCHEMES[name].calibrated:
         settings["calibration"] = calibration_data(None, lambda: tokenizer)
     return branchline.wrap(model, quant=name, max_loras=0, **settings)
 

@@ -54,7 +54,7 @@ def quantize(
     One file of the model is in memory at a time. A run that was stopped is continued by the same
     command.
     """
-    if calibration and not settings.calibrated:
+    if calibration and not settings.linear_scheme.calibrated:
         raise typer.BadParameter(
             f"--scheme {settings.scheme} has no scales to calibrate; drop the file",
             param_hint="--calibration",
@@ -63,7 +63,7 @@ def quantize(
     check_folder(model)
     with results_only_on_stdout():
         data = None
-        if settings.calibrated:
+        if settings.linear_scheme.calibrated:
             data = calibration_data(calibration, lambda: load_tokenizer(model))
         # Unset settings stay unset: one that is set and would have no effect is refused.
         typed = settings.model_dump(exclude_unset=True)

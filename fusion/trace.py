@@ -242,18 +242,17 @@ class Settings:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._attributes = vars(module)
+        self._module = module
         self._numbers = own_settings(module)
-        self._seen = tuple(self._attributes.values())
+        self._seen = tuple(vars(module).values())
 
     def hold(self) -> bool:
         """Whether the numbers are what they were."""
-        values = self._attributes.values()
+        values = vars(self._module).values()
         # As long as every attribute is the same object, nothing has to be compared.
         if len(values) == len(self._seen) and all(map(operator.is_, values, self._seen)):
             return True
-        numbers = {name: v for name, v in self._attributes.items() if _is_number(v)}
-        if numbers != self._numbers:
+        if own_settings(self._module) != self._numbers:
             return False
         self._seen = tuple(values)
         return True

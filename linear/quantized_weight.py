@@ -143,10 +143,16 @@ class QuantizedWeight:
 
     def spread(self, scale: torch.Tensor) -> torch.Tensor:
         """Scales of `scheme.scale_shape`, so that they broadcast with (N, K)."""
-        scale = spread_rows(scale, self.scheme.rows, self.out_features)
-        if self.scheme.columns > 1:
-            scale = scale.repeat_interleave(self.scheme.columns, 1)[:, : self.in_features]
-        return scale
+        return _spread(scale, self.scheme, self.out_features, self.in_features)
+
+
+def _spread(
+    scale: torch.Tensor, scheme: WeightScheme, out_features: int, in_features: int
+) -> torch.Tensor:
+    scale = spread_rows(scale, scheme.rows, out_features)
+    if scheme.columns > 1:
+        scale = scale.repeat_interleave(scheme.columns, 1)[:, :in_features]
+    return scale
 
 
 def spread_rows(scale: torch.Tensor, rows: int, out_features: int) -> torch.Tensor:
@@ -206,8 +212,7 @@ def _quantize_blocks(
     scale = blocks.float().abs().amax((1, 3)).clamp_(min=AMAX_FLOOR) / FP8_MAX
     if ue8m0:
         scale = round_up_to_power_of_two(scale)
-    spread = scale.repeat_interleave(rows, 0)[:out_features]
-    spread = spread.repeat_interleave(columns, 1)[:, :in_features]
+    spread = _spread(scale, scheme, out_features, in_features)
     # The definition's own cast: a product with a reciprocal, clamped.
     codes = quantize_static(weight.float() * spread.reciprocal(), weight.new_ones(1).float())
     return codes, scale

@@ -93,3 +93,9 @@ def find_linears(model: nn.Module) -> tuple[dict[str, FoundLinear], dict[str, st
         else:
             refused[paths[key][0]] = reason
     return found, refused
+
+
+def replace_module(model: nn.Module, path: str, module: nn.Module) -> None:
+    """Put `module` where `path` leads."""
+    parent, _, child = path.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)

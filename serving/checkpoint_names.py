@@ -77,3 +77,10 @@ def checkpoint_names(model: PreTrainedModel, keys: Iterable[str]) -> CheckpointN
         else:
             stored[name] = module
     return CheckpointNames(stored, frozenset(converted))
+
+
+def tied_weight(model: PreTrainedModel, name: str) -> str | None:
+    """Full name of the parameter that is this linear's weight too; None where nothing is."""
+    tied = model.all_tied_weights_keys
+    both_ways = (*tied.items(), *((b, a) for a, b in tied.items()))
+    return next((other for one, other in both_ways if one == f"{name}{_WEIGHT}"), None)

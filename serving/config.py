@@ -6,12 +6,12 @@ from enum import StrEnum
 from typing import Annotated
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import Field, field_validator
 
-from ..core.errors import ConfigError
 from ..core.scheme import SCHEMES, LinearScheme
 from ..linear.kernels.selection import kernel_names
 from ..policies.policy import make_policy
+from .settings import Ignore, Percentile, QuantizeHead, Settings
 
 
 class Quant(StrEnum):
@@ -50,10 +50,8 @@ class LoraDtype(StrEnum):
         return model_dtype if self is LoraDtype.AUTO else getattr(torch, self.value)
 
 
-class WrapConfig(BaseModel):
+class WrapConfig(Settings):
     """How a model is wrapped.  Field descriptions are the command line's help."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     quant: Annotated[
         Quant,
@@ -79,19 +77,9 @@ class WrapConfig(BaseModel):
     lora_dtype: Annotated[
         LoraDtype, Field(description="Dtype of the adapter slots; auto is the model's.")
     ] = LoraDtype.AUTO
-    percentile: Annotated[
-        float,
-        Field(
-            gt=0.0,
-            le=100.0,
-            description="Share of input magnitudes (percent) that a static scale must cover.",
-        ),
-    ] = 100.0
-    quantize_lm_head: Annotated[bool, Field(description="Quantise the output head too.")] = False
-    ignore: Annotated[
-        tuple[str, ...],
-        Field(description="Linears to leave unquantised: full names, * and ? match."),
-    ] = ()
+    percentile: Percentile = 100.0
+    quantize_lm_head: QuantizeHead = False
+    ignore: Ignore = ()
     producer: Annotated[
         str | None,
         Field(description="Force one producer (triton, native, eager); refuses if it cannot run."),
@@ -117,21 +105,3 @@ class WrapConfig(BaseModel):
     def _known_policy(cls, value: str) -> str:
         make_policy(value)
         return value
-
-    @classmethod
-    def checked(cls, **settings: object) -> WrapConfig:
-        """Build from keywords.
-
-        Raises:
-            ConfigError: an unknown setting, or a value out of range.
-        """
-        try:
-            return cls.model_validate(settings)
-        except ValidationError as error:
-            first = error.errors()[0]
-            name = ".".join(str(part) for part in first["loc"]) or "settings"
-            raise ConfigError(
-                f"setting {name}={first.get('input')!r}",
-                first["msg"],
-                f"known settings: {', '.join(cls.model_fields)}",
-            ) from error

@@ -15,7 +15,7 @@ from ..linear.kernels.float import FloatLinear
 from ..linear.quantized_linear import QuantizedLinear
 from ..linear.registry import LayerRegistry
 from ..linear.routed import RoutedLinear, RowLayout
-from ..linear.weights import find_linears
+from ..linear.weights import find_linears, replace_module
 from .inputs import example_inputs
 
 
@@ -57,8 +57,7 @@ def observe_inputs(
         kernel = FloatLinear(module)
         layer = RoutedLinear(name, index, kernel, registry, weight.dtype, weight.device)
         for path in linear.paths:
-            parent, _, child = path.rpartition(".")
-            setattr(model.get_submodule(parent), child, layer)
+            replace_module(model, path, layer)
         registry.add(layer)
         layer.weight_was_read = False
     inputs = example_inputs(model)

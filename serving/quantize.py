@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from ..core.errors import BranchlineError, CalibrationError, CheckpointError, ConfigError
 from ..linear.calibration import Calibration, Observer
 from ..linear.checkpoint import read_metadata
+from ..linear.checkpoint.describe import tensor_nbytes
 from ..linear.quantized_weight import QuantizedWeight
 from .folder import UNREADABLE, check_folder, one_line, unreadable
 from .inputs import Prompts, calibration_batches
@@ -130,6 +131,7 @@ class _Run:
         self.files = shard_files(folder)
         headers = read_headers(self.files)
         self.plan: QuantizePlan = plan_quantization(folder, headers, config)
+        self.bytes_before = sum(map(tensor_nbytes, headers.values()))
         self.ranges: Calibration | None = None
         self.saturated: Mapping[str, float] = {}
         self.sizes = {file: file.stat().st_size for file in self.files}
@@ -183,7 +185,7 @@ class _Run:
         self._check_ranges(self.ranges)
 
     def _check_calibration(self, calibration: object) -> None:
-        needed, subject = self.config.calibrated, f"scheme {self.config.scheme}"
+        needed, subject = self.config.linear_scheme.calibrated, f"scheme {self.config.scheme}"
         if needed and calibration is None:
             raise CalibrationError(
                 subject,
@@ -301,10 +303,7 @@ class _Run:
             unquantized=tuple(
                 LeftOut(name=name, reason=reason) for name, reason in self.plan.unquantized.items()
             ),
-            bytes_before=sum(
-                header.dtype.itemsize * torch.Size(header.shape).numel()
-                for header in read_headers(self.files).values()
-            ),
+            bytes_before=self.bytes_before,
             bytes_after=self._bytes_after(),
         )
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import Field, field_validator
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -19,32 +18,22 @@ from ..core.scheme import SCHEMES, LinearScheme
 from ..linear.checkpoint import TensorHeader
 from ..linear.weights import kind_refusal
 from .base_facts import base_facts
-from .checkpoint_names import CheckpointNames, checkpoint_names
+from .checkpoint_names import CheckpointNames, checkpoint_names, tied_weight
 from .folder import model_class, read_config
+from .settings import Ignore, Percentile, QuantizeHead, Settings, ignored_linears
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+_WEIGHT = ".weight"
 _NO_HEAD = "it is the output head"
 
 
-class QuantizeConfig(BaseModel):
+class QuantizeConfig(Settings):
     """How a checkpoint is quantised.  Field descriptions are the command line's help."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     scheme: Annotated[str, Field(description=f"One of {', '.join(SCHEMES)}.")]
-    percentile: Annotated[
-        float,
-        Field(
-            gt=0.0,
-            le=100.0,
-            description="Share of input magnitudes (percent) that a static scale must cover.",
-        ),
-    ] = 100.0
-    quantize_lm_head: Annotated[bool, Field(description="Quantise the output head too.")] = False
-    ignore: Annotated[
-        tuple[str, ...],
-        Field(description="Linears to leave unquantised: full names, * and ? match."),
-    ] = ()
+    percentile: Percentile = 100.0
+    quantize_lm_head: QuantizeHead = False
+    ignore: Ignore = ()
 
     @field_validator("scheme")
     @classmethod
@@ -53,34 +42,10 @@ class QuantizeConfig(BaseModel):
             raise ValueError(f"unknown scheme; choose one of {', '.join(SCHEMES)}")
         return value
 
-    @classmethod
-    def checked(cls, **settings: object) -> QuantizeConfig:
-        """Build from keywords.
-
-        Raises:
-            ConfigError: an unknown setting, or a value out of range.
-        """
-        try:
-            return cls.model_validate(settings)
-        except ValidationError as error:
-            first = error.errors()[0]
-            name = ".".join(str(part) for part in first["loc"]) or "settings"
-            raise ConfigError(
-                f"setting {name}={first.get('input')!r}",
-                first["msg"],
-                f"known settings: {', '.join(cls.model_fields)}",
-            ) from error
-
     @property
     def linear_scheme(self) -> LinearScheme:
         """Of every linear that is quantised."""
         return SCHEMES[self.scheme]
-
-    @property
-    def calibrated(self) -> bool:
-        """Whether inputs have a scale that is measured beforehand."""
-        key = self.linear_scheme.input
-        return key is not None and (key.static or key.global_scale)
 
 
 @dataclass(frozen=True)
@@ -154,13 +119,13 @@ def _reasons(
     candidates = [
         name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)
     ]
-    ignored = _ignored(candidates, settings.ignore)
+    ignored = ignored_linears(candidates, settings.ignore)
     head = base_facts(model).output_embedding
     reasons: dict[str, str] = {}
     for name in candidates:
         module = model.get_submodule(name)
         refusal = kind_refusal(module)
-        tied = _tied_to(model, name)
+        tied = tied_weight(model, name)
         if name in ignored:
             reasons[name] = f"ignored by {ignored[name]!r}"
         elif refusal is not None:
@@ -172,36 +137,14 @@ def _reasons(
         elif tied is not None and name == head:
             raise ConfigError(
                 "quantize_lm_head",
-                f"cannot quantise {name}: its weight is {tied}'s too",
+                f"cannot quantise {name}: its weight is {tied.removesuffix(_WEIGHT)}'s too",
                 "drop it, or save the model with tie_word_embeddings=false first",
             )
         elif tied is not None:
-            reasons[name] = f"its weight is {tied}'s too"
+            reasons[name] = f"its weight is {tied.removesuffix(_WEIGHT)}'s too"
         elif name not in names.stored:
             reasons[name] = "transformers makes its weight from other tensors of the checkpoint"
     return reasons
-
-
-def _ignored(candidates: list[str], patterns: tuple[str, ...]) -> dict[str, str]:
-    ignored: dict[str, str] = {}
-    for pattern in patterns:
-        matched = [name for name in candidates if fnmatchcase(name, pattern)]
-        if not matched:
-            raise ConfigError(
-                f"ignore entry {pattern!r}", "matches no linear of the model", "correct it"
-            )
-        ignored |= dict.fromkeys(matched, pattern)
-    return ignored
-
-
-def _tied_to(model: PreTrainedModel, name: str) -> str | None:
-    """The module that shares this linear's weight."""
-    tied = model.all_tied_weights_keys
-    weight = f"{name}.weight"
-    for one, other in (*tied.items(), *((b, a) for a, b in tied.items())):
-        if one == weight:
-            return other.removesuffix(".weight")
-    return None
 
 
 def _check(

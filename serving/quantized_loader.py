@@ -22,8 +22,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..core.errors import CheckpointError
 from ..linear.checkpoint import KV_CACHE_SCALES, CheckpointQuant, ResolvedQuant, TensorHeader
 from ..linear.quantized_linear import QuantizedLinear
-from ..linear.weights import kind_refusal
-from .checkpoint_names import CheckpointNames, checkpoint_names
+from ..linear.weights import kind_refusal, replace_module
+from .checkpoint_names import CheckpointNames, checkpoint_names, tied_weight
 from .folder import some
 from .shards import read_headers
 
@@ -170,15 +170,13 @@ def refuse_tied(model: PreTrainedModel, name: str) -> None:
     Raises:
         CheckpointError: the config ties it.
     """
-    tied = model.all_tied_weights_keys
-    weight = f"{name}.weight"
-    for one, other in (*tied.items(), *((b, a) for a, b in tied.items())):
-        if one == weight:
-            raise CheckpointError(
-                name,
-                f"is quantised, but the config ties its weight to {other}",
-                "set tie_word_embeddings to false if the checkpoint has both",
-            )
+    other = tied_weight(model, name)
+    if other is not None:
+        raise CheckpointError(
+            name,
+            f"is quantised, but the config ties its weight to {other}",
+            "set tie_word_embeddings to false if the checkpoint has both",
+        )
 
 
 def refuse_leftovers(headers: Mapping[str, TensorHeader], resolved: ResolvedQuant) -> None:
@@ -208,8 +206,7 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
     before = model.get_submodule(name)
     for path, found in list(model.named_modules(remove_duplicate=False)):
         if found is before:
-            parent, _, child = path.rpartition(".")
-            setattr(model.get_submodule(parent), child, module)
+            replace_module(model, path, module)
 
 
 def _forget(model: PreTrainedModel) -> None:

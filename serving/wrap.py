@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from ..core.errors import (
     KernelUnavailableError,
     WrapError,
 )
-from ..core.platform import detect_platform
+from ..core.platform import Platform, detect_platform
 from ..fusion import REGISTRY, discover
 from ..fusion.site import Site
 from ..linear.batch import FusionRules
@@ -36,13 +35,21 @@ from ..linear.quantized_linear import QuantizedLinear
 from ..linear.quantized_weight import QuantizedWeight
 from ..linear.registry import LayerRegistry, Unwrapped
 from ..linear.routed import RoutedLinear
-from ..linear.weights import AnyLinear, FoundLinear, find_linears, float_weight, linear_device
+from ..linear.weights import (
+    AnyLinear,
+    FoundLinear,
+    find_linears,
+    float_weight,
+    linear_device,
+    replace_module,
+)
 from ..policies.planner import Planner
 from ..policies.policy import make_policy
 from .base_facts import base_facts
 from .config import WrapConfig
 from .inputs import Prompts, calibration_batches, example_inputs
 from .model import ServedModel
+from .settings import ignored_linears
 
 # Settings that a quantised checkpoint has answered.
 _HOW_TO_QUANTIZE = ("quant", "ignore", "quantize_lm_head")
@@ -97,9 +104,11 @@ class _Wrapping:
         self.undo = undo
         self.registry = LayerRegistry()
         self.adapters: dict[str, AdapterWeights] = {}
-        self.quantized: set[str] = set()
+        self.platforms: dict[torch.device, Platform] = {}
         self.training = model.training
         self.model = self._take_over(model)
+        modules = self.model.modules()
+        self.quantized = sum(isinstance(module, QuantizedLinear) for module in modules)
 
     def run(
         self,
@@ -109,10 +118,10 @@ class _Wrapping:
     ) -> ServedModel:
         self.undo.callback(self.model.train, self.training)
         self.model.eval()
+        self._check_settings(calibration)
         originals = self._route_linears()
         skipped = self._ignored(originals)
         self._note_ties(originals, skipped)
-        self._check_settings(calibration)
         found = discover(self.model, self.registry, example or example_inputs(self.model))
         ranges = self._ranges(calibration, tokenizer)
         self._quantize(originals, skipped, ranges)
@@ -124,7 +133,7 @@ class _Wrapping:
             self.registry,
             found.sites,
             REGISTRY,
-            detect_platform(self._device()),
+            self._platform(self._device()),
             make_policy(self.config.policy),
             adapters_possible=self.config.max_loras > 0,
             lora_dtype=self._lora_dtype(),
@@ -172,7 +181,7 @@ class _Wrapping:
         }
         plain, _ = unwrap_peft(model)
         for name, module in peft_layers.items():
-            self.undo.callback(_replace, plain, name, module)
+            self.undo.callback(replace_module, plain, name, module)
         return plain
 
     def _device(self) -> torch.device:
@@ -202,8 +211,8 @@ class _Wrapping:
             self.undo.callback(move_hooks, layer, module)
             self.undo.callback(unwatch_hooks, layer)
             for path in found.paths:
-                _replace(self.model, path, layer)
-                self.undo.callback(_replace, self.model, path, module)
+                replace_module(self.model, path, layer)
+                self.undo.callback(replace_module, self.model, path, module)
             self.registry.add(layer)
         return originals
 
@@ -211,7 +220,6 @@ class _Wrapping:
         """The model's own multiplication, until the wrap quantises it."""
         if not isinstance(module, QuantizedLinear):
             return FloatLinear(module)
-        self.quantized.add(name)
         kernel = self._kernel(name, module.quantized_weight(), module.bias, module.contract)
         # Registered before the weight goes, so that nothing that happens in between loses it.
         self.undo.callback(lambda: module.restore(kernel.quantized_weight()))
@@ -225,8 +233,14 @@ class _Wrapping:
         bias: torch.Tensor | None,
         contract: InputContract,
     ) -> QuantizedKernel:
-        platform = detect_platform(weight.codes.device)
+        platform = self._platform(weight.codes.device)
         return build_kernel(name, weight, bias, contract, platform, self.config.linear_kernel)
+
+    def _platform(self, device: torch.device) -> Platform:
+        # Asking reads the versions of packages from the disk, and there are hundreds of linears.
+        if device not in self.platforms:
+            self.platforms[device] = detect_platform(device)
+        return self.platforms[device]
 
     def _ranges(
         self, calibration: Prompts | Calibration | str | Path | None, tokenizer: Any
@@ -253,7 +267,7 @@ class _Wrapping:
         if self.quantized and given:
             raise ConfigError(
                 f"setting {given[0]}={getattr(self.config, given[0])}",
-                f"the checkpoint is quantised already ({len(self.quantized)} linears)",
+                f"the checkpoint is quantised already ({self.quantized} linears)",
                 "drop the setting, or load an unquantised checkpoint",
             )
         static = self._calibrated()
@@ -320,14 +334,7 @@ class _Wrapping:
         return set(read)
 
     def _ignored(self, originals: dict[str, FoundLinear]) -> set[str]:
-        skipped = set()
-        for pattern in self.config.ignore:
-            matched = {name for name in originals if fnmatchcase(name, pattern)}
-            if not matched:
-                raise ConfigError(
-                    f"ignore entry {pattern!r}", "matches no linear of the model", "correct it"
-                )
-            skipped |= matched
+        skipped = set(ignored_linears(originals, self.config.ignore))
         head = self.base.output_embedding
         if head and not self.config.quantize_lm_head:
             skipped.add(head)
@@ -366,11 +373,6 @@ class _Wrapping:
             if not layer.takes_branches:
                 refusals[layer.name] = "its input does not keep the batch's rows apart"
         return self.base.with_refusals(refusals)
-
-
-def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module)
 
 
 def _group_kernels(sites: Iterable[Site]) -> None:

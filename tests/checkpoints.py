@@ -9,12 +9,13 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from branchline.core.scheme import SCHEMES
 from branchline.serving import quantize_checkpoint
 from branchline.serving.quantize_report import QuantizationReport
 from tests.models import CONFIGS, token_ids
 
 #: Schemes whose inputs have a scale that is stored.
-CALIBRATED = ("fp8-static", "nvfp4")
+CALIBRATED = tuple(name for name, scheme in SCHEMES.items() if scheme.calibrated)
 PROMPTS = [token_ids(4, 12, seed=9)]
 #: Blocks have 128 columns.
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}

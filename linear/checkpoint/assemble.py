@@ -11,13 +11,11 @@ from ...core.quant_key import ScaleFormat
 from ...core.scheme import WeightScheme
 from ..contract import InputContract, InputScale
 from ..quantized_weight import QuantizedWeight
-from .layer import Layer, needs_input_scale
+from .layer import E8M0_CARRIERS, FP4_CARRIERS, Layer, wide
 
 _RESTORE = "restore the checkpoint's files"
 _MEND = "mend the checkpoint, or quantise the layer again"
 _FLOAT_SCALES = (torch.float32, torch.bfloat16, torch.float16)
-_E8M0 = (torch.float8_e8m0fnu, torch.uint8)
-_PACKED = (torch.uint8, torch.int8, torch.float4_e2m1fn_x2)
 
 
 def assemble(
@@ -58,7 +56,7 @@ def _tensor(
 
 def _codes(layer: Layer, codes: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
     packed = layer.scheme.weight.global_scale
-    served = _PACKED if packed else (torch.float8_e4m3fn,)
+    served = FP4_CARRIERS if packed else (torch.float8_e4m3fn,)
     if codes.dtype not in served:
         reason = f"its weight is {codes.dtype}, {layer.scheme.weight} is {served[-1]}"
         raise CheckpointError(layer.name, reason, "convert the weights, or mend the metadata")
@@ -70,14 +68,10 @@ def _codes(layer: Layer, codes: torch.Tensor, shape: tuple[int, int]) -> torch.T
 
 
 def _scale(layer: Layer, scale: torch.Tensor, wanted: tuple[int, int]) -> torch.Tensor:
-    # Formats add and leave out dimensions of size 1: [], [1] and [1, 1]; [N] and [N, 1].
-    if _wide(scale.shape) == _wide(wanted):
+    # [], [1] and [1, 1] are one shape, and so are [N] and [N, 1].
+    if wide(scale.shape) == wide(wanted):
         scale = scale.reshape(wanted)
     return _carried(layer, scale, layer.scheme.weight)
-
-
-def _wide(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(size for size in shape if size != 1)
 
 
 def _carried(layer: Layer, scale: torch.Tensor, scheme: WeightScheme) -> torch.Tensor:
@@ -86,7 +80,7 @@ def _carried(layer: Layer, scale: torch.Tensor, scheme: WeightScheme) -> torch.T
     if scheme.scale_format == ScaleFormat.E4M3:
         if scale.dtype == torch.float8_e4m3fn:
             return scale
-    elif ue8m0 and scale.dtype in _E8M0:
+    elif ue8m0 and scale.dtype in E8M0_CARRIERS:
         return scale.view(torch.float8_e8m0fnu)
     elif scale.dtype in _FLOAT_SCALES:
         scale = scale.float()
@@ -113,7 +107,7 @@ def _single(layer: Layer, role: str, value: torch.Tensor) -> torch.Tensor:
 
 def _contract(layer: Layer, value: torch.Tensor | None) -> InputContract:
     key = layer.scheme.input
-    if key is None or value is None or not needs_input_scale(layer.scheme):
+    if key is None or value is None or not layer.scheme.calibrated:
         return InputContract(key)
     if key.global_scale:
         scale = _single(layer, "input's global scale", value)

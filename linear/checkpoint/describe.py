@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pydantic import BaseModel, ConfigDict
 
 from ...core.errors import CheckpointError, ScaleError
-from .layer import KV_CACHE_SCALES, Layer, TensorHeader
+from .layer import KV_CACHE_SCALES, Layer, TensorHeader, wide
 from .metadata import CheckpointQuant
 from .resolve import ResolvedQuant
 
@@ -138,14 +138,9 @@ def _check_layer(layer: Layer, headers: Mapping[str, TensorHeader], shape: tuple
         raise CheckpointError(layer.name, reason, _OTHER_MODEL)
     scale = headers[f"{layer.name}.{layer.stored.scale[0]}"].shape
     scales = weight.scale_shape(*shape)
-    if _wide(scale) != _wide(scales):
+    if wide(scale) != wide(scales):
         reason = f"its weight scale has shape {scale}, {weight} of a weight {shape} takes {scales}"
         raise ScaleError(layer.name, reason, _OTHER_MODEL)
-
-
-def _wide(shape: tuple[int, ...]) -> tuple[int, ...]:
-    # Formats add and leave out dimensions of size 1.
-    return tuple(size for size in shape if size != 1)
 
 
 def tensor_nbytes(header: TensorHeader) -> int:

@@ -15,9 +15,10 @@ from .fp8 import DEFAULT_BLOCK, block_scheme, input_key
 from .policy import Group, Policy, StoredNames
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_FP4_BYTES = (torch.uint8, torch.int8, torch.float4_e2m1fn_x2)
+#: Dtypes under which files keep packed four-bit codes, and e8m0 scales.
+FP4_CARRIERS = (torch.uint8, torch.int8, torch.float4_e2m1fn_x2)
+E8M0_CARRIERS = (torch.float8_e8m0fnu, torch.uint8)
 _CODES = ("weight", "weight_packed")
-_UE8M0 = (torch.float8_e8m0fnu, torch.uint8)
 #: Scales of the KV cache, which some formats store with the projections into it.
 KV_CACHE_SCALES = ("k_scale", "v_scale", "q_scale", "kv_scale", "output_scale")
 _RESTORE = "restore the checkpoint's files"
@@ -54,7 +55,7 @@ class Layer:
         roles = {"weight": self.stored.codes, "weight scale": self.stored.scale}
         if self.scheme.weight.global_scale:
             roles["weight's global scale"] = self.stored.global_scale
-        if needs_input_scale(self.scheme):
+        if self.scheme.calibrated:
             roles["input scale"] = self.stored.input_scale
         return roles
 
@@ -106,14 +107,14 @@ class Parts:
         return bool(wanted) and all(map(self.float_weight, wanted))
 
 
+def wide(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A scale's shape without the dimensions of size 1, which formats add and leave out."""
+    return tuple(size for size in shape if size != 1)
+
+
 def is_float(dtype: torch.dtype | None) -> bool:
     """Whether a dtype is that of an unquantised weight."""
     return dtype in _FLOATS
-
-
-def needs_input_scale(scheme: LinearScheme) -> bool:
-    """Whether the input takes a scale from the checkpoint."""
-    return scheme.calibrated
 
 
 def settle(
@@ -163,7 +164,7 @@ def _check_codes(
     if header is None:
         others = f" (but {', '.join(sorted(found))})" if found else ""
         raise CheckpointError(name, f"has no tensor {name}.{part}{others}", _RESTORE)
-    served = _FP4_BYTES if scheme.weight.global_scale else (torch.float8_e4m3fn,)
+    served = FP4_CARRIERS if scheme.weight.global_scale else (torch.float8_e4m3fn,)
     if header.dtype not in served:
         said = f"{policy.source} ({group.where}) says {scheme}"
         reason = f"{said}, but {name}.{part} is {header.dtype}, which does not go with it"
@@ -201,7 +202,7 @@ def _by_tensors(
         weight = _blocks(name, found[stored.codes[0]].shape, scale.shape)
     ue8m0 = scheme.weight.scale_format == ScaleFormat.UE8M0
     if "scale format" in group.open:
-        ue8m0 = scale.dtype in _UE8M0
+        ue8m0 = scale.dtype in E8M0_CARRIERS
     if weight.blockwise:
         weight = block_scheme(weight.rows, weight.columns, ue8m0)
     if "inputs" in group.open:

@@ -132,8 +132,7 @@ class LinearNames:
         if how == How.BEGIN:
             return _beginning(self._sorted, text)
         if how == How.PATTERN:
-            names = _beginning(self._sorted, literal(text)[0])
-            return [name for name in names if _match(re.compile(text).pattern, name)]
+            return _matching(text, _beginning(self._sorted, literal(text)[0]))
         found = [text] if text in self._all else []
         if how in (How.UNDER, How.EITHER_END):
             found += _beginning(self._sorted, text + ".")
@@ -142,12 +141,21 @@ class LinearNames:
         return found
 
 
-def _match(pattern: str, name: str) -> bool:
-    # A checkpoint's pattern is data of a stranger: some take longer than the universe has.
+def _matching(text: str, names: Iterable[str]) -> list[str]:
+    # What is no pattern for Python's own module is none; the other one knows when to give up, for
+    # a checkpoint's pattern is data of a stranger, and some take longer than the universe has.
+    re.compile(text)
+    found, name = [], ""
     try:
-        return regex.match(pattern, name, timeout=_PATIENCE, concurrent=True) is not None
+        match = regex.compile(text).match
+        for name in names:
+            if match(name, timeout=_PATIENCE, concurrent=True):
+                found.append(name)
+    except regex.error as error:
+        raise re.error(str(error), text) from error
     except TimeoutError as error:
-        raise re.error(f"takes more than {_PATIENCE} s on the name {name}", pattern) from error
+        raise re.error(f"takes more than {_PATIENCE} s on the name {name}", text) from error
+    return found
 
 
 def _beginning(ordered: list[str], text: str) -> list[str]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ...core.errors import ContractError, KernelUnavailableError
 from ...core.platform import Platform
-from ...core.quant_key import QuantKey
+from ...core.quant_key import QuantKey, ScaleLayout
 from ...core.quantized_activation import QuantizedActivation, as_quantized_activation
 from ...core.scheme import LinearScheme
 from ...core.selection import Rejection, Verdict
@@ -31,6 +31,15 @@ class LinearConfig:
     in_features: int
     out_features: int
     scheme: LinearScheme
+
+
+def block_input(key: QuantKey) -> QuantKey:
+    """A key of block scales as every block kernel of a GPU reads them.
+
+    One layout for all of them, so that a site whose linears get different kernels is still fused:
+    group after group, and rows in fours, which put each group's scales on 16 bytes.
+    """
+    return replace(key, layout=ScaleLayout.COLUMN_MAJOR, row_multiple=4)
 
 
 class LinearKernel(ABC):

@@ -24,9 +24,8 @@ from ...core.quantized_activation import QuantizedActivation
 from ...core.scheme import BLOCK_128, BLOCK_128_UE8M0, MX_WEIGHT, NVFP4_WEIGHT, LinearScheme
 from ...core.selection import ACCEPTED, Verdict
 from ..quantized_weight import QuantizedWeight
+from .base import block_input
 
-#: Rows whose block scales lie on 16 bytes, one group after the other.
-_ROW_MULTIPLE = 4
 _SWIZZLED = SwizzleType.SWIZZLE_32_4_4
 _PLAIN = SwizzleType.NO_SWIZZLE
 
@@ -153,7 +152,7 @@ class BlockRecipe(ScaledRecipe):
         return _built_with(platform, (12, 9), "blocks")
 
     def consumes(self, key: QuantKey) -> QuantKey:
-        return replace(key, layout=ScaleLayout.COLUMN_MAJOR, row_multiple=_ROW_MULTIPLE)
+        return block_input(key)
 
     def lay_out(self, weight: QuantizedWeight) -> torch.Tensor:
         scale = weight.scale.float()

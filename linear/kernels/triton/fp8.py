@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from ....core.platform import Platform, release
-from ....core.quant_key import QuantKey, ScaleLayout
+from ....core.quant_key import QuantKey
 from ....core.quantized_activation import QuantizedActivation
 from ....core.selection import ACCEPTED, Verdict
 from ...outputs import empty
 from ...quantized_weight import QuantizedWeight
-from ..base import CodesKernel, LinearConfig
+from ..base import CodesKernel, LinearConfig, block_input
 from .plan import STEP
 
 if TYPE_CHECKING:
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 _FIRST_WITH_FLOAT8E4NV = (8, 9)
 _FIRST_TRITON = (3, 6)
-#: Rows whose block scales lie on 16 bytes, one group after the other.
-_ROW_MULTIPLE = 4
 
 
 class TritonLinear(CodesKernel):
@@ -103,7 +101,7 @@ class TritonBlockScaledLinear(TritonLinear):
     @classmethod
     def consumes(cls, config: LinearConfig) -> QuantKey | None:
         key = config.scheme.input
-        return key and replace(key, layout=ScaleLayout.COLUMN_MAJOR, row_multiple=_ROW_MULTIPLE)
+        return key and block_input(key)
 
 
 class TritonRowwiseLinear(TritonLinear):

@@ -11,19 +11,14 @@ from __future__ import annotations
 import functools
 import importlib.util
 import re
-import subprocess
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, make_backend
-from triton.runtime.jit import JITFunction, create_function_from_signature
+from triton.runtime.jit import JITFunction
 
 from branchline.core.oracle import ActivationSemantics, NormSemantics, Semantics
 from branchline.core.platform import Platform
@@ -43,8 +38,8 @@ from branchline.fusion.producers.activation import TritonActivation
 from branchline.fusion.producers.base import ProducerRequest
 from branchline.linear.contract import InputContract, InputScale
 from branchline.linear.outputs import RawRequest, Shrink, new_outputs
+from tests.aot import compile_launch, read_code
 
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 ARCHITECTURES = (89, 90, 100, 120)
 #: Shared memory that a program may have: KiB, of compute capability 8.9 and 12.0.
 LEAST_SHARED = 99
@@ -177,19 +172,6 @@ def shrinks(case: Case) -> tuple[Shrink, ...]:
     return tuple(Shrink(str(i), a, ranks, slots, rank) for i in range(number))
 
 
-def compile_launch(launch: tuple, architecture: int):
-    kernel, args, options = launch
-    target = GPUTarget("cuda", architecture, 32)
-    backend = make_backend(target)
-    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-    bound, specialization, rest = bind(*args, **options)
-    parsed, signature, constants, attributes = kernel._pack_args(
-        backend, rest, bound, specialization, rest
-    )
-    source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=target, options=parsed.__dict__)
-
-
 @functools.cache
 def compiled(name: str, architecture: int):
     return compile_launch(launches(EVERY[name])[0], architecture)
@@ -200,17 +182,9 @@ def plan_of(name: str):
     return options["PLAN"], options["num_warps"]
 
 
-def read(kernel, *command: str) -> str:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        run = [str(TOOLS / command[0]), *command[1:], file.name]
-        return subprocess.run(run, check=True, capture_output=True, text=True).stdout
-
-
 @functools.cache
 def sass_of(name: str, architecture: int) -> str:
-    return read(compiled(name, architecture), "nvdisasm", "-c")
+    return read_code(compiled(name, architecture), "nvdisasm", "-c")
 
 
 def each(cases: dict[str, Case]):
@@ -220,7 +194,7 @@ def each(cases: dict[str, Case]):
 
 @each(EVERY)
 def test_nothing_spills(name, architecture):
-    usage = read(compiled(name, architecture), "cuobjdump", "--dump-resource-usage")
+    usage = read_code(compiled(name, architecture), "cuobjdump", "--dump-resource-usage")
     stack, local = re.search(r"STACK:(\d+).*?LOCAL:(\d+)", usage).groups()
     assert (stack, local) == ("0", "0")
     assert not re.search(r"\b(STL|LDL)\b", sass_of(name, architecture))
@@ -311,7 +285,7 @@ def test_partial_sums_are_added_by_a_second_kernel(lora):
     _, second = launches(case)
     assert len(launches(ABSORBED["one-chunk-after-the-other"])) == 1
     kernel = compile_launch(second, 90)
-    usage = read(kernel, "cuobjdump", "--dump-resource-usage")
+    usage = read_code(kernel, "cuobjdump", "--dump-resource-usage")
     assert "STACK:0" in usage
     ptx = kernel.asm["ptx"]
     assert "add.rn.f32" in ptx
@@ -320,7 +294,7 @@ def test_partial_sums_are_added_by_a_second_kernel(lora):
 
 
 def instructions(kernel) -> list[str]:
-    return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(\S.*?;)", read(kernel, "nvdisasm", "-c"))
+    return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(\S.*?;)", read_code(kernel, "nvdisasm", "-c"))
 
 
 def test_without_raw_the_machine_code_is_what_it_would_be(tmp_path, monkeypatch):

@@ -8,22 +8,16 @@ from __future__ import annotations
 
 import functools
 import re
-import subprocess
-import tempfile
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, make_backend
-from triton.runtime.jit import JITFunction, create_function_from_signature
+from triton.runtime.jit import JITFunction
 
 from branchline.linear.kernels.triton.matmul import Operand, launch_matmul
 from branchline.linear.kernels.triton.plan import PLANS, STEP
+from tests.aot import compile_launch, read_code
 
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 ARCHITECTURES = (89, 90, 100, 120)
 #: KiB of shared memory that a program may have.
 SHARED = {89: 99, 90: 227, 100: 227, 120: 99}
@@ -96,25 +90,12 @@ def launch_of(case: Case) -> tuple:
 
 @functools.cache
 def compiled(name: str, architecture: int):
-    kernel, args, options = launch_of(EVERY[name])
-    target = GPUTarget("cuda", architecture, 32)
-    backend = make_backend(target)
-    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-    bound, specialization, rest = bind(*args, **options)
-    parsed, signature, constants, attributes = kernel._pack_args(
-        backend, rest, bound, specialization, rest
-    )
-    source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=target, options=parsed.__dict__)
+    return compile_launch(launch_of(EVERY[name]), architecture)
 
 
 @functools.cache
 def read(name: str, architecture: int, tool: str, *options: str) -> str:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled(name, architecture).asm["cubin"])
-        file.flush()
-        command = [TOOLS / tool, *options, file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return read_code(compiled(name, architecture), tool, *options)
 
 
 def sass_of(name: str, architecture: int) -> str:
