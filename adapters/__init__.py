@@ -1,14 +1,16 @@
 """Adapters: reading PEFT folders, the branches they add, and the manager that swaps them."""
 
+from .base import BaseFacts, TargetLayer
 from .manager import AdapterManager
-from .source import AdapterWeights, BaseFacts, LoraWeights, TargetLayer
 from .version import AdapterInfo
+from .weights import AdapterWeights, LayerWeights, LowRank
 
 __all__ = [
     "AdapterInfo",
     "AdapterManager",
     "AdapterWeights",
     "BaseFacts",
-    "LoraWeights",
+    "LayerWeights",
+    "LowRank",
     "TargetLayer",
 ]

@@ -1,11 +1,4 @@
-"""LoRA branches of one linear, for all adapters at once: shrink, expand, add.
-
-The shrink is `linear/shrink.py`, one definition for the branch and for producers that absorb it.
-The expand multiplies every row with the matrix of its own slot, in one batched product of a shape
-that depends on the batch's shape alone, so a row's bytes cannot depend on its neighbours.  Rows
-without a branch keep the base bytes: they are selected, not added to, since adding a zero would
-turn -0.0 into 0.0.
-"""
+"""What all adapters in slots do to one linear: each part's stack, and how the parts add up."""
 
 from __future__ import annotations
 
@@ -14,23 +7,23 @@ import torch
 from ..core.errors import AdapterUnsupportedError
 from ..linear.outputs import Shrink
 from ..linear.routed import BranchInput
-from ..linear.shrink import shrink
-from .source import AdapterWeights, LoraWeights
+from .low_rank import LowRankSlots
+from .slots import SlotClasses
+from .weights import AdapterWeights, LayerWeights
 
 
-class LoraSlots:
-    """The stacked matrices of one linear: fixed addresses, one row a slot.
+class LayerBranch:
+    """The branch of one linear; stacks of a part exist from the first adapter on that has it.
 
     A branch reads raw rows in place (`compact_raw`): those it has no slot for cost it nothing.
 
     Args:
         name: of the linear, for messages.
-        slots: how many adapters fit.
-        rank: the highest rank that fits; smaller ones are padded with zeros.
+        slots: of the model.
         in_features: K.
         out_features: N.
         dtype: of the matrices.
-        device: of the matrices.
+        device: of the stacks.
     """
 
     compact_raw = False
@@ -38,51 +31,31 @@ class LoraSlots:
     def __init__(
         self,
         name: str,
-        slots: int,
-        rank: int,
+        slots: SlotClasses,
         in_features: int,
         out_features: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.name = name
-        self.a = torch.zeros(slots, rank, in_features, dtype=dtype, device=device)
-        self.b = torch.zeros(slots, out_features, rank, dtype=dtype, device=device)
-        self.scaling = torch.zeros(slots, dtype=torch.float32, device=device)
-        self.ranks = torch.zeros(slots, dtype=torch.int32, device=device)
+        self.low_rank = LowRankSlots(name, slots, in_features, out_features, dtype, device)
 
     @property
     def nbytes(self) -> int:
         """Device memory of the stacks."""
-        return self.a.nbytes + self.b.nbytes
+        return self.low_rank.nbytes
 
-    def write(self, slot: int, weights: LoraWeights) -> None:
-        """Fill a slot; what a higher rank left behind is overwritten with zeros."""
-        rank = weights.rank
-        self.a[slot, :rank].copy_(weights.a)
-        self.a[slot, rank:].zero_()
-        self.b[slot, :, :rank].copy_(weights.b)
-        self.b[slot, :, rank:].zero_()
-        self.scaling[slot] = weights.scaling
-        self.ranks[slot] = rank
+    def write(self, slot: int, weights: LayerWeights) -> None:
+        """Fill a slot; nothing of what was there before is left."""
+        assert weights.low_rank is not None
+        self.low_rank.write(slot, weights.low_rank)
 
     def clear(self, slot: int) -> None:
         """Empty a slot."""
-        self.a[slot].zero_()
-        self.b[slot].zero_()
-        self.scaling[slot] = 0.0
-        self.ranks[slot] = 0
+        self.low_rank.clear(slot)
 
     def shrink_request(self, slots: torch.Tensor, rank: int) -> Shrink:
         """What shrinks the raw activation for rows of `slots` (int32 (R,), -1 for none)."""
-        return Shrink(self.name, self.a, self.ranks, slots, rank)
-
-    def expand(self, shrunk: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """`shrunk` (M, rank) times each row's B and scaling: float32 (M, N)."""
-        index = slots.clamp(min=0)
-        by_request = shrunk.view(slots.shape[0], -1, shrunk.shape[-1])
-        delta = torch.bmm(by_request, self.b[index].float().mT)
-        return delta.mul_(self.scaling[index].view(-1, 1, 1)).flatten(0, 1)
+        return self.low_rank.shrink_request(slots, rank)
 
     def add(self, out: torch.Tensor, x: BranchInput, slots: torch.Tensor) -> torch.Tensor:
         """Add the branch of each row that has one.
@@ -98,14 +71,7 @@ class LoraSlots:
         Raises:
             RawConsumerError: there are only codes.
         """
-        shrunk = x.shrunk()
-        if shrunk is None:
-            shrunk = shrink(x.raw().values, self.shrink_request(slots, self.a.shape[1]))
-        # Autocast would round the product to half precision.
-        with torch.autocast(out.device.type, enabled=False):
-            delta = self.expand(shrunk, slots)
-        wide = (slots >= 0).repeat_interleave(out.shape[0] // slots.shape[0]).unsqueeze(1)
-        return torch.where(wide, (out.float() + delta).to(out.dtype), out)
+        return self.low_rank.add(out, x, slots)
 
 
 def check_range(name: str, weights: AdapterWeights, dtype: torch.dtype) -> None:
@@ -119,14 +85,17 @@ def check_range(name: str, weights: AdapterWeights, dtype: torch.dtype) -> None:
     Raises:
         AdapterUnsupportedError: a scaling beyond float32, or a weight beyond `dtype`.
     """
-    for layer, lora in weights.layers.items():
-        if abs(lora.scaling) > torch.finfo(torch.float32).max:
+    for layer, parts in weights.layers.items():
+        part = parts.low_rank
+        if part is None:
+            continue
+        if abs(part.scaling) > torch.finfo(torch.float32).max:
             raise AdapterUnsupportedError(
                 f"adapter '{name}'",
-                f"the scaling {lora.scaling:g} of {layer} is beyond float32",
+                f"the scaling {part.scaling:g} of {layer} is beyond float32",
                 "correct lora_alpha in its config",
             )
-        for what, tensor in (("lora_A", lora.a), ("lora_B", lora.b)):
+        for what, tensor in (("lora_A", part.a), ("lora_B", part.b)):
             if bool(tensor.to(dtype).isfinite().all()):
                 continue
             raise AdapterUnsupportedError(

@@ -19,6 +19,7 @@ from peft.utils.constants import (
 from peft.utils.other import get_pattern_key
 
 from ..core.errors import AdapterCapacityError
+from .base import BaseFacts, TargetLayer
 from .findings import Finding, damaged, listing, mismatch, unsupported
 from .lora_config import LoraConfigFile
 from .names import (
@@ -29,7 +30,7 @@ from .names import (
     features_of,
     parse_half,
 )
-from .source import BaseFacts, TargetLayer, lora_scaling
+from .weights import lora_scaling
 
 # safetensors' names of the dtypes that a branch can be computed in.
 SERVED_DTYPES = frozenset({"F32", "F16", "BF16"})

@@ -11,12 +11,13 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from ..core.errors import AdapterError
+from .base import BaseFacts, TargetLayer
 from .check import TensorHeader
 from .lora_config import LoraConfigFile, ParsedConfig, parse_lora_config
 from .names import HalfName, parse_half
 from .read import assemble, checked_plan, open_tensors, read_raw_config
-from .source import AdapterWeights, BaseFacts, TargetLayer
 from .tensor_file import TensorFile
+from .weights import AdapterWeights
 
 # No slots, no limit: above every rank that a config may name.
 _ANY_RANK = 2**31
@@ -152,15 +153,16 @@ def _summary(
     )
 
 
-def _layers(weights: AdapterWeights) -> tuple[AdapterLayer, ...]:
+def _layers(adapter: AdapterWeights) -> tuple[AdapterLayer, ...]:
     return tuple(
         AdapterLayer(
             name=name,
-            rank=lora.rank,
-            scaling=lora.scaling,
-            shape=(lora.b.shape[0], lora.a.shape[1]),
+            rank=part.rank,
+            scaling=part.scaling,
+            shape=(part.b.shape[0], part.a.shape[1]),
         )
-        for name, lora in weights.layers.items()
+        for name, weights in adapter.layers.items()
+        if (part := weights.low_rank) is not None
     )
 
 

@@ -20,12 +20,13 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ..core.errors import AdapterNotFoundError, AdapterUnsupportedError, WrapError
+from .base import BaseFacts
 from .check import LoadPlan, TensorHeader
 from .findings import listing, raise_findings
 from .lora_config import parse_lora_config
 from .names import parse_half
 from .read import assemble, checked_plan
-from .source import AdapterWeights, BaseFacts
+from .weights import AdapterWeights
 
 _SUBJECT = "the PeftModel"
 _DTYPES = {

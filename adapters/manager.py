@@ -24,10 +24,12 @@ from ..core.errors import (
 )
 from ..linear.batch import Batch, BatchPlan, active_batch, batch_scope
 from ..linear.registry import Holder, LayerRegistry
-from .branch import LoraSlots, check_range
+from .base import BaseFacts
+from .branch import LayerBranch, check_range
 from .read import read_adapter
-from .source import AdapterWeights, BaseFacts
+from .slots import SlotClasses
 from .version import AdapterInfo, Version
+from .weights import AdapterWeights
 
 #: PEFT's name for "no adapter" in a list of adapter names.
 BASE_NAME = "__base__"
@@ -68,10 +70,10 @@ class AdapterManager:
         self._lock = threading.RLock()
         self._open = 0
         self._closed = False
-        slots = max_loras + 1 if max_loras else 0
-        self._free = list(range(slots))
-        self._stacks: dict[str, LoraSlots] = {}
-        self._held = torch.zeros(len(registry), slots, dtype=torch.bool, device=device)
+        self._slots = SlotClasses.of({max_lora_rank: max_loras + 1 if max_loras else 0})
+        self._free = list(range(len(self._slots)))
+        self._stacks: dict[str, LayerBranch] = {}
+        self._held = torch.zeros(len(registry), len(self._slots), dtype=torch.bool, device=device)
 
     # --- life cycle -----------------------------------------------------------------------------
 
@@ -299,19 +301,18 @@ class AdapterManager:
         for layer in weights.layers:
             self._stack(layer)
         version = Version(name, self._free[0], weights)
-        for layer, lora in weights.layers.items():
-            self._stacks[layer].write(version.slot, lora)
+        for layer, parts in weights.layers.items():
+            self._stacks[layer].write(version.slot, parts)
         self._free.pop(0)
         return version
 
-    def _stack(self, name: str) -> LoraSlots:
+    def _stack(self, name: str) -> LayerBranch:
         stack = self._stacks.get(name)
         if stack is None:
             layer = self._registry.layers[name]
-            stack = LoraSlots(
+            stack = LayerBranch(
                 name,
-                self._held.shape[1],
-                self._max_rank,
+                self._slots,
                 layer.in_features,
                 layer.out_features,
                 self._dtype,
@@ -330,11 +331,11 @@ class AdapterManager:
             return changes[name]
 
         if added:
-            for name in added.ranks:
-                holders(name)[added.key] = Holder(added.name, shrink_rank=added.ranks[name])
+            for name, rank in added.shrink_ranks.items():
+                holders(name)[added.key] = Holder(added.name, shrink_rank=rank)
                 self._held[self._registry.layers[name].index, added.slot] = True
         if removed:
-            for name in removed.ranks:
+            for name in removed.shrink_ranks:
                 holders(name).pop(removed.key)
             removed.retired = True
         self._registry.set_branches(changes, reason)
@@ -345,7 +346,7 @@ class AdapterManager:
         """Empty the slot of a version that no name and no batch refers to."""
         if not version.retired or version.batches:
             return
-        for name in version.ranks:
+        for name in version.shrink_ranks:
             self._stacks[name].clear(version.slot)
         self._held[:, version.slot] = False
         self._free.append(version.slot)

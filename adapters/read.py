@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from ..core.errors import AdapterFormatError, AdapterNotFoundError, AdapterUnsupportedError
+from .base import BaseFacts
 from .check import LoadPlan, TensorHeader, plan_load
 from .findings import damaged, raise_findings
 from .lora_config import CONFIG_NAME, ParsedConfig, load_config, parse_lora_config
-from .source import AdapterWeights, BaseFacts, LoraWeights, content_digest, effect_note
 from .tensor_file import TensorFile, open_regular, read_exactly
+from .weights import AdapterWeights, LayerWeights, LowRank, content_digest, effect_note
 
 TENSORS_NAME = "adapter_model.safetensors"
 PICKLE_NAME = "adapter_model.bin"
@@ -105,13 +106,13 @@ def assemble(
     findings = []
     layers = {}
     for name, planned in plan.layers.items():
-        weights = LoraWeights(fetch(planned.a), fetch(planned.b), planned.scaling)
+        weights = LowRank(fetch(planned.a), fetch(planned.b), planned.scaling)
         for tensor_name, tensor in ((planned.a, weights.a), (planned.b, weights.b)):
             if not torch.isfinite(tensor).all():
                 what = "NaN" if torch.isnan(tensor).any() else "infinity"
                 text = f"tensor {tensor_name!r} holds {what}"
                 findings.append(damaged(text, "train or save the adapter again"))
-        layers[name] = weights
+        layers[name] = LayerWeights(weights)
     raise_findings(subject, findings)
     effect = effect_note(layers)
     notes = plan.notes if effect is None else (*plan.notes, effect)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from .source import AdapterWeights
+from .weights import AdapterWeights
 
 _identities = itertools.count(1)
 
@@ -47,7 +47,7 @@ class Version:
 
     Attributes:
         key: its identity.
-        ranks: its rank on each layer it has a branch on.
+        shrink_ranks: by layer it has a branch on, `LayerWeights.shrink_rank`.
         batches: how many batches in flight use it.
         retired: no name points at it any more.
     """
@@ -56,7 +56,7 @@ class Version:
         self.key = next(_identities)
         self.name = name
         self.slot = slot
-        self.ranks = {layer: lora.rank for layer, lora in weights.layers.items()}
+        self.shrink_ranks = {layer: parts.shrink_rank for layer, parts in weights.layers.items()}
         self.batches = 0
         self.retired = False
         self._facts = (

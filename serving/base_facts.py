@@ -8,8 +8,8 @@ from peft import PeftModel
 from torch import nn
 from transformers.models.auto import modeling_auto
 
+from ..adapters.base import BaseFacts, TargetLayer
 from ..adapters.from_peft import plain_modules
-from ..adapters.source import BaseFacts, TargetLayer
 from ..linear.weights import AnyLinear, linear_shape
 
 # PEFT's task types by the registry in which transformers lists the model's class.

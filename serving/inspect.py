@@ -14,10 +14,10 @@ from pydantic import BaseModel, ConfigDict
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..adapters.base import BaseFacts
 from ..adapters.branch import check_range
 from ..adapters.describe import AdapterSummary, describe_adapter
 from ..adapters.read import read_adapter
-from ..adapters.source import BaseFacts
 from ..core.errors import (
     AdapterError,
     BranchlineError,

@@ -12,9 +12,10 @@ from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
+from ..adapters.base import BaseFacts
 from ..adapters.from_peft import unwrap_peft, weights_from_peft
 from ..adapters.manager import AdapterManager
-from ..adapters.source import AdapterWeights, BaseFacts
+from ..adapters.weights import AdapterWeights
 from ..core.errors import (
     CalibrationError,
     ConfigError,

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from branchline.adapters.source import BaseFacts, TargetLayer
+from branchline.adapters.base import BaseFacts, TargetLayer
 
 
 def _facts(

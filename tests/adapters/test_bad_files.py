@@ -176,7 +176,11 @@ def test_any_truncation_and_any_changed_byte_is_refused_or_read_whole(plain, bas
             continue
         # What is read is also what the format's own library reads.
         theirs = load_file(plain / TENSORS)
-        ours = [half for layer in weights.layers.values() for half in (layer.a, layer.b)]
+        ours = [
+            half
+            for layer in weights.layers.values()
+            for half in (layer.low_rank.a, layer.low_rank.b)
+        ]
         for value in ours:
             assert any(torch.equal(value, other) for other in theirs.values())
 

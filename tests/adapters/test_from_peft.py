@@ -61,7 +61,7 @@ def test_a_live_adapter_equals_its_saved_folder(kind, settings, tmp_path, facts,
     assert live.source == "PeftModel adapter 'default'"
     assert dict(live.layers).keys() == dict(saved.layers).keys()
     for name, layer in live.layers.items():
-        assert layer.scaling == saved.layers[name].scaling
+        assert layer.low_rank.scaling == saved.layers[name].low_rank.scaling
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_each_of_two_adapters_is_taken_alone(wrapped, base):
 
 def test_what_is_taken_is_a_copy(wrapped, base):
     weights = weights_from_peft(wrapped, "sql", base, max_rank=16)
-    layer = weights.layers["model.layers.0.self_attn.q_proj"]
+    layer = weights.layers["model.layers.0.self_attn.q_proj"].low_rank
     live = wrapped.get_base_model().get_submodule("model.layers.0.self_attn.q_proj")
     before = layer.b.clone()
     with torch.no_grad():

@@ -41,8 +41,8 @@ def test_patterns_are_matched_against_the_adapters_own_names(plain, base):
     }
     (plain / "adapter_config.json").write_text(json.dumps(config))
     weights = read_adapter(plain, base, max_rank=16)
-    assert weights.layers["model.layers.0.self_attn.q_proj"].scaling == 0.5
-    assert weights.layers["model.layers.1.self_attn.q_proj"].scaling == 2.0
+    assert weights.layers["model.layers.0.self_attn.q_proj"].low_rank.scaling == 0.5
+    assert weights.layers["model.layers.1.self_attn.q_proj"].low_rank.scaling == 2.0
 
 
 def test_names_with_an_adapter_name_are_read(plain, base):

@@ -91,7 +91,8 @@ def assert_as_in_peft(weights, model: peft.PeftModel):
         if isinstance(module, LoraLayer)
     }
     assert set(weights.layers) == set(live)
-    for name, layer in weights.layers.items():
+    for name, parts in weights.layers.items():
+        layer = parts.low_rank
         assert layer.scaling == live[name].scaling["default"]
         assert torch.equal(layer.a, live[name].lora_A["default"].weight)
         assert torch.equal(layer.b, live[name].lora_B["default"].weight)
@@ -123,7 +124,7 @@ def test_layers_sum_up_to_what_peft_computes(tmp_path, tiny_llama, base):
     model.save_pretrained(tmp_path)
     weights = read_adapter(tmp_path, base, max_rank=16)
     name = "model.layers.1.self_attn.q_proj"
-    layer, live = weights.layers[name], model.get_base_model().get_submodule(name)
+    layer, live = weights.layers[name].low_rank, model.get_base_model().get_submodule(name)
     x = torch.randn(5, 64)
     branch = (x @ layer.a.T) @ layer.b.T * layer.scaling
     with torch.no_grad():

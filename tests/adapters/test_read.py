@@ -67,7 +67,8 @@ def write_case(folder: Path, name: str, **changes) -> Path:
 def assert_loads(case, weights):
     expect = case["expect"]
     stored = fill(case["tensors"], expect.get("fill"))
-    for name, layer in weights.layers.items():
+    for name, parts in weights.layers.items():
+        layer = parts.low_rank
         scaling = expect["scaling"]
         if isinstance(scaling, dict):
             scaling = scaling[name.rpartition(".")[2]]
@@ -288,7 +289,7 @@ def test_half_precision_is_kept_as_stored(dtype, plain, base):
     full = load_file(plain / "adapter_model.safetensors")
     edit(plain, {name: value.to(dtype) for name, value in full.items()})
     weights = read_adapter(plain, base, max_rank=16)
-    layer = weights.layers["model.layers.0.self_attn.q_proj"]
+    layer = weights.layers["model.layers.0.self_attn.q_proj"].low_rank
     assert layer.a.dtype == layer.b.dtype == dtype
     assert torch.equal(layer.a, full[f"{Q0}.lora_A.weight"].to(dtype))
     assert (layer.rank, weights.rank) == (8, 8)
@@ -304,7 +305,7 @@ def test_entries_that_peft_passes_over_are_noted(plain, base):
     assert any("query_key_value" in note for note in weights.notes)
     assert any("hidden" in note for note in weights.notes)
     # PEFT takes the first entry that matches, in the file's order.
-    assert weights.layers["model.layers.0.self_attn.q_proj"].scaling == 0.5
+    assert weights.layers["model.layers.0.self_attn.q_proj"].low_rank.scaling == 0.5
 
 
 def test_a_scaling_of_zero_has_no_effect(plain, base):

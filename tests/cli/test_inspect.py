@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import branchline as package
-from branchline.adapters.branch import LoraSlots
+from branchline.adapters.branch import LayerBranch
+from branchline.adapters.slots import SlotClasses
 from branchline.core.errors import ConfigError
 from branchline.core.scheme import SCHEMES
 from branchline.linear.quantized_linear import QuantizedLinear
@@ -259,7 +260,10 @@ def test_an_adapter_on_a_model_costs_what_loading_it_costs(branchline, request, 
     layers = {f"model.layers.{i}.self_attn.{x}_proj" for i in (0, 1) for x in "qv"}
     assert set(fit["raw"]) == layers
     assert fit["linears_of_model"] == 2 * LINEARS_A_LAYER + 1
-    slots = [LoraSlots(n, 1, 8, 32, 32, torch.bfloat16, torch.device("cpu")) for n in layers]
+    slots = [
+        LayerBranch(n, SlotClasses((8,)), 32, 32, torch.bfloat16, torch.device("cpu"))
+        for n in layers
+    ]
     assert fit["slot_nbytes"] == sum(slot.nbytes for slot in slots)
     out = branchline("inspect", tone, "--on", folder).out
     assert "fits; a slot of rank 16 takes" in out

@@ -101,15 +101,15 @@ def test_unload_empties_the_slot_and_frees_it(llama):
         served.adapters.unload("a")
     for layer in served.registry:
         if layer.branch is not None:
-            assert not layer.branch.a.any()
-            assert not layer.branch.b.any()
+            assert not layer.branch.low_rank.a.any()
+            assert not layer.branch.low_rank.b.any()
 
 
 def test_addresses_stay(llama):
     served = llama.served()
     layer = served.registry.layers["model.layers.0.mlp.down_proj"]
-    before = (layer.branch.a.data_ptr(), layer.branch.b.data_ptr())
+    before = (layer.branch.low_rank.a.data_ptr(), layer.branch.low_rank.b.data_ptr())
     for _ in range(3):
         served.adapters.swap("mlp", llama.folders["all"])
         served.adapters.swap("mlp", llama.folders["mlp"])
-    assert (layer.branch.a.data_ptr(), layer.branch.b.data_ptr()) == before
+    assert (layer.branch.low_rank.a.data_ptr(), layer.branch.low_rank.b.data_ptr()) == before

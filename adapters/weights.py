@@ -1,0 +1,259 @@
+"""What one adapter does to a model, whatever PEFT type it was: parts that linears can be served by.
+
+Every type is lowered to a few parts.  A linear with an adapter computes, for a row x of its input,
+
+    x' = rotate(x * in_scale)
+    y  = gain * (x' @ weight.T if there is a weight, else base(x'))
+         + scaling * (x' @ a.T) @ b.T + x' @ delta.T + shift
+
+with each part that is absent left out.  What a branch reads of the raw activation, and with it
+whether the site before it can stay fused, follows from the parts alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank:
+    """`scaling * (x @ a.T) @ b.T`.
+
+    Args:
+        a: `(r, K)` as stored, float32, float16 or bfloat16, on the CPU.
+        b: `(N, r)` as stored, same choice of dtypes, on the CPU.
+        scaling: alpha / r, or alpha / sqrt(r) with rsLoRA, after this layer's patterns.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scaling: float
+
+    @property
+    def rank(self) -> int:
+        """The inner size of the product."""
+        return self.a.shape[0]
+
+
+@dataclass(frozen=True, eq=False)
+class RotationFactor:
+    """`x[..., order]` (as it is, where None), cut into blocks of b, each times its own matrix.
+
+    Args:
+        blocks: `(K / b, b, b)` float32: block i of x becomes `x_i @ blocks[i]`.
+        order: int64 `(K,)`: the columns of x in the order in which they are cut; None for as is.
+    """
+
+    blocks: torch.Tensor
+    order: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class LayerWeights:
+    """The parts of one adapter on one linear of K inputs and N outputs; see the module.
+
+    Args:
+        low_rank: a product of two thin matrices.
+        gain: float32 `(N,)`, that the base's output (its bias included) is multiplied with.
+        shift: float32 `(N,)`, added at the end.
+        in_scale: float32 `(K,)`, that the input is multiplied with.
+        rotation: applied to the input one after the other, after `in_scale`.
+        delta: `(N, K)`, a dense change of the weight.
+        weight: `(N, K)`, a weight in the base's place (a bias of the base is then not added either:
+            what there is of one lies in `shift`).
+    """
+
+    low_rank: LowRank | None = None
+    gain: torch.Tensor | None = None
+    shift: torch.Tensor | None = None
+    in_scale: torch.Tensor | None = None
+    rotation: tuple[RotationFactor, ...] = ()
+    delta: torch.Tensor | None = None
+    weight: torch.Tensor | None = None
+
+    @property
+    def changes_input(self) -> bool:
+        """Whether the base is fed something else than the site's output."""
+        return self.in_scale is not None or bool(self.rotation)
+
+    @property
+    def reads_raw(self) -> bool:
+        """Whether the raw activation is needed; false for what acts on the output alone."""
+        parts = (self.low_rank, self.delta, self.weight)
+        return self.changes_input or any(part is not None for part in parts)
+
+    @property
+    def shrink_rank(self) -> int | None:
+        """The rank, where all that is done with the raw activation is a LoRA shrink; else None."""
+        if self.changes_input or self.delta is not None or self.weight is not None:
+            return None
+        return None if self.low_rank is None else self.low_rank.rank
+
+    @property
+    def rank(self) -> int:
+        """Of the low-rank part; 0 without one."""
+        return 0 if self.low_rank is None else self.low_rank.rank
+
+
+@dataclass(frozen=True, eq=False)
+class EmbeddingWeights:
+    """The parts of one adapter on one embedding of V tokens and D columns.
+
+    For a token t: `row(t) + scaling * (a[:, t] @ b.T)`, with `row(t)` from `tokens` where t is one
+    of `token_ids`, else from `weight` where there is one, else the base's.
+
+    Args:
+        low_rank: `a (r, V)`, `b (D, r)`.
+        token_ids: int64 `(T,)`, ascending.
+        tokens: `(T, D)`, rows in the place of those of `token_ids`.
+        weight: `(V, D)`, in the base's place.
+    """
+
+    low_rank: LowRank | None = None
+    token_ids: torch.Tensor | None = None
+    tokens: torch.Tensor | None = None
+    weight: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class NormWeights:
+    """One adapter's own weights of one norm of K columns.
+
+    Args:
+        weight: `(K,)`, in the place of the norm's.
+        bias: `(K,)`, in the place of the norm's; None where it has none.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+
+
+AnyWeights = LayerWeights | EmbeddingWeights | NormWeights
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterWeights:
+    """One adapter, checked against one base model.
+
+    Args:
+        source: the path, or "PeftModel adapter 'x'".
+        digest: `content_digest` of all its parts.
+        layers: parts by the linear's full name in the base model.
+        notes: what a listing should say ("no effect: every lora_B is zero").
+        embeddings: parts by the embedding's full name.
+        norms: parts by the norm's full name.
+        peft_type: as its config names it.
+    """
+
+    source: str
+    digest: str
+    layers: Mapping[str, LayerWeights]
+    notes: tuple[str, ...] = ()
+    embeddings: Mapping[str, EmbeddingWeights] = field(default_factory=lambda: _NOTHING)
+    norms: Mapping[str, NormWeights] = field(default_factory=lambda: _NOTHING)
+    peft_type: str = "LORA"
+
+    @property
+    def rank(self) -> int:
+        """The highest rank of any layer; 0 where no part has one."""
+        return max((weights.rank for weights in self.layers.values()), default=0)
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers its parts hold."""
+        return sum(tensor.numel() for tensor in self.tensors())
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all its tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Every tensor of every part."""
+        for group in (self.layers, self.embeddings, self.norms):
+            for weights in group.values():
+                for _, value in _parts(weights):
+                    if isinstance(value, torch.Tensor):
+                        yield value
+
+
+def effect_note(layers: Mapping[str, LayerWeights]) -> str | None:
+    """Say why an adapter of these layers changes nothing; None if it does, or may.
+
+    Args:
+        layers: all that it holds: no embedding, no norm.
+    """
+    low_rank = [weights.low_rank for weights in layers.values()]
+    others = [
+        value
+        for weights in layers.values()
+        for name, value in _parts(weights)
+        if not name.startswith("low_rank.")
+    ]
+    if others or not low_rank:
+        return None
+    products = [part for part in low_rank if part is not None]
+    if all(not torch.count_nonzero(part.b) for part in products):
+        return "no effect: every lora_B is zero"
+    if all(
+        part.scaling == 0 or not torch.count_nonzero(part.a) or not torch.count_nonzero(part.b)
+        for part in products
+    ):
+        return "no effect: in every layer lora_A, lora_B or the scaling is zero"
+    return None
+
+
+def content_digest(*groups: Mapping[str, AnyWeights]) -> str:
+    """Identify an adapter by what it computes (I9): 64 hex digits of SHA-256.
+
+    Covered are, module by module in the order of their names in the base model: the name, and of
+    each part its name, its scaling, or dtype, shape and bytes.  The config enters in this resolved
+    form: rank, alpha, rsLoRA and the patterns as each layer's scaling and shapes, the target
+    settings as the set of layers.  Two spellings of the same adapter, another path, another order
+    of tensors in the file, or a dropout that only training saw do not change it.
+    """
+    digest = hashlib.sha256(b"branchline adapter 2\n")
+    modules = {name: weights for group in groups for name, weights in group.items()}
+    for name in sorted(modules):
+        # repr keeps apart names that contain a separator; hex keeps every bit of a number.
+        digest.update(f"{name!r} {type(modules[name]).__name__}\n".encode())
+        for part, value in _parts(modules[name]):
+            if isinstance(value, torch.Tensor):
+                digest.update(f"{part} {value.dtype} {tuple(value.shape)}\n".encode())
+                digest.update(tensor_bytes(value))
+            else:
+                digest.update(f"{part} {float(value).hex()}\n".encode())
+    return digest.hexdigest()
+
+
+def _parts(weights: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor | float]]:
+    """Tensors and numbers below a value of this module, by their path in it."""
+    for item in fields(weights):
+        value, path = getattr(weights, item.name), f"{prefix}{item.name}"
+        if isinstance(value, torch.Tensor | float | int):
+            yield path, value
+        elif isinstance(value, tuple):
+            for index, factor in enumerate(value):
+                yield from _parts(factor, f"{path}.{index}.")
+        elif value is not None:
+            yield from _parts(value, f"{path}.")
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a CPU tensor in row-major order; a view wherever it is contiguous."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+def lora_scaling(alpha: float, rank: int, use_rslora: bool) -> float:
+    """PEFT's scaling, in PEFT's own order of operations, so that it agrees to the last bit."""
+    return alpha / math.sqrt(rank) if use_rslora else alpha / rank
