@@ -104,7 +104,8 @@ def plan_quantization(
         reason = f"leaves no linear to quantise: {'; '.join(sorted(set(reasons.values())))}"
         raise ConfigError(f"scheme {settings.scheme}", reason, "quantise another model")
     for stored, name in linears.items():
-        _check(stored, model.get_submodule(name), headers, settings)
+        _check(stored, model.get_submodule(name), headers)
+    _check_groups({stored: model.get_submodule(name) for stored, name in linears.items()}, settings)
     ignore = dict.fromkeys(
         stored for name in reasons for stored in (name, names.stored.get(name, name))
     )
@@ -147,9 +148,7 @@ def _reasons(
     return reasons
 
 
-def _check(
-    stored: str, module: nn.Module, headers: Mapping[str, TensorHeader], settings: QuantizeConfig
-) -> None:
+def _check(stored: str, module: nn.Module, headers: Mapping[str, TensorHeader]) -> None:
     assert isinstance(module, nn.Linear)
     header = headers.get(f"{stored}.weight")
     wanted = (module.out_features, module.in_features)
@@ -157,10 +156,25 @@ def _check(
         found = "no weight" if header is None else f"a weight {header.dtype} {header.shape}"
         reason = f"has {found}, expected float16, bfloat16 or float32 {wanted}"
         raise CheckpointError(stored, reason, "pass an unquantised checkpoint of this model")
+
+
+def _check_groups(linears: Mapping[str, nn.Module], settings: QuantizeConfig) -> None:
+    """Other readers of the format take no part of a group: name all that have one at once."""
     columns = settings.linear_scheme.weight.columns
-    if columns and module.in_features % columns:
-        raise ConfigError(
-            f"scheme {settings.scheme}",
-            f"takes inputs in groups of {columns}, {stored} has {module.in_features}",
-            f"leave it out: ignore={stored}",
-        )
+    tails: dict[str, list[str]] = {}
+    for stored, module in linears.items():
+        assert isinstance(module, nn.Linear)
+        if columns and module.in_features % columns:
+            pattern = f"*.{stored.rpartition('.')[2]}"
+            tails.setdefault(f"{pattern} ({module.in_features})", []).append(stored)
+    if not tails:
+        return
+    count = sum(map(len, tails.values()))
+    raise ConfigError(
+        f"scheme {settings.scheme}",
+        f"takes inputs in groups of {columns}; {count} of {len(linears)} linears have other "
+        f"columns: {', '.join(tails)}",
+        "leave them out ("
+        + " ".join(f"--ignore '{kind.partition(' ')[0]}'" for kind in tails)
+        + ") or use fp8-dynamic; wrap(quant=...) serves them so, the last group cut short",
+    )
