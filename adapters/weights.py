@@ -3,8 +3,8 @@
 Every type is lowered to a few parts.  A linear with an adapter computes, for a row x of its input,
 
     x' = rotate(x * in_scale)
-    y  = gain * (x' @ weight.T if there is a weight, else base(x'))
-         + scaling * (x' @ a.T) @ b.T + x' @ delta.T + shift
+    y  = rotate_output(gain * (x' @ weight.T if there is a weight, else base(x')))
+         + scaling * (x @ a.T) @ b.T + x @ delta.T + shift
 
 with each part that is absent left out.  What a branch reads of the raw activation, and with it
 whether the site before it can stay fused, follows from the parts alone.
@@ -20,6 +20,8 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+
+from ..linear.parts import CHANGES_INPUT, READS_RAW, Part
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +70,8 @@ class LayerWeights:
         delta: `(N, K)`, a dense change of the weight.
         weight: `(N, K)`, a weight in the base's place (a bias of the base is then not added either:
             what there is of one lies in `shift`).
+        output_rotation: applied to the base's output one after the other, after `gain`; blocks of
+            `N / b`.
     """
 
     low_rank: LowRank | None = None
@@ -77,29 +81,47 @@ class LayerWeights:
     rotation: tuple[RotationFactor, ...] = ()
     delta: torch.Tensor | None = None
     weight: torch.Tensor | None = None
+    output_rotation: tuple[RotationFactor, ...] = ()
+
+    @property
+    def parts(self) -> int:
+        """The sum of its `Part`s."""
+        found = sum(part for part, name in _LAYER_PARTS if getattr(self, name) is not None)
+        found += Part.ROTATION if self.rotation else 0
+        found += Part.OUTPUT_ROTATION if self.output_rotation else 0
+        return Part.PLAIN if found == Part.LOW_RANK else found
 
     @property
     def changes_input(self) -> bool:
         """Whether the base is fed something else than the site's output."""
-        return self.in_scale is not None or bool(self.rotation)
+        return bool(self.parts & CHANGES_INPUT)
 
     @property
     def reads_raw(self) -> bool:
         """Whether the raw activation is needed; false for what acts on the output alone."""
-        parts = (self.low_rank, self.delta, self.weight)
-        return self.changes_input or any(part is not None for part in parts)
+        return bool(self.parts & READS_RAW)
 
     @property
     def shrink_rank(self) -> int | None:
         """The rank, where all that is done with the raw activation is a LoRA shrink; else None."""
-        if self.changes_input or self.delta is not None or self.weight is not None:
-            return None
-        return None if self.low_rank is None else self.low_rank.rank
+        reads = self.parts & READS_RAW
+        shrinks = self.low_rank is not None and reads in (Part.PLAIN, Part.LOW_RANK)
+        return self.rank if shrinks else None
 
     @property
     def rank(self) -> int:
         """Of the low-rank part; 0 without one."""
         return 0 if self.low_rank is None else self.low_rank.rank
+
+
+_LAYER_PARTS = (
+    (Part.LOW_RANK, "low_rank"),
+    (Part.GAIN, "gain"),
+    (Part.SHIFT, "shift"),
+    (Part.IN_SCALE, "in_scale"),
+    (Part.DELTA, "delta"),
+    (Part.WEIGHT, "weight"),
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,6 +174,8 @@ class AdapterWeights:
         embeddings: parts by the embedding's full name.
         norms: parts by the norm's full name.
         peft_type: as its config names it.
+        config: its adapter_config.json, decoded; names and settings of training included.
+        invocation: token ids, from whose last occurrence on it acts; empty: on every token.
     """
 
     source: str
@@ -161,6 +185,13 @@ class AdapterWeights:
     embeddings: Mapping[str, EmbeddingWeights] = field(default_factory=lambda: _NOTHING)
     norms: Mapping[str, NormWeights] = field(default_factory=lambda: _NOTHING)
     peft_type: str = "LORA"
+    config: Mapping[str, Any] = field(default_factory=lambda: _NOTHING)
+    invocation: tuple[int, ...] = ()
+
+    @property
+    def modules(self) -> Mapping[str, AnyWeights]:
+        """The parts of linears, embeddings and norms, by full names."""
+        return {**self.layers, **self.embeddings, **self.norms}
 
     @property
     def rank(self) -> int:
@@ -212,7 +243,7 @@ def effect_note(layers: Mapping[str, LayerWeights]) -> str | None:
     return None
 
 
-def content_digest(*groups: Mapping[str, AnyWeights]) -> str:
+def content_digest(*groups: Mapping[str, AnyWeights], invocation: tuple[int, ...] = ()) -> str:
     """Identify an adapter by what it computes (I9): 64 hex digits of SHA-256.
 
     Covered are, module by module in the order of their names in the base model: the name, and of
@@ -220,6 +251,10 @@ def content_digest(*groups: Mapping[str, AnyWeights]) -> str:
     form: rank, alpha, rsLoRA and the patterns as each layer's scaling and shapes, the target
     settings as the set of layers.  Two spellings of the same adapter, another path, another order
     of tensors in the file, or a dropout that only training saw do not change it.
+
+    Args:
+        *groups: parts by the names of their modules.
+        invocation: see `AdapterWeights`.
     """
     digest = hashlib.sha256(b"branchline adapter 2\n")
     modules = {name: weights for group in groups for name, weights in group.items()}
@@ -232,6 +267,8 @@ def content_digest(*groups: Mapping[str, AnyWeights]) -> str:
                 digest.update(tensor_bytes(value))
             else:
                 digest.update(f"{part} {float(value).hex()}\n".encode())
+    if invocation:
+        digest.update(f"invocation {invocation}\n".encode())
     return digest.hexdigest()
 
 
@@ -246,6 +283,13 @@ def _parts(weights: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor |
                 yield from _parts(factor, f"{path}.{index}.")
         elif value is not None:
             yield from _parts(value, f"{path}.")
+
+
+def part_tensors(weights: AnyWeights) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of one module's parts, by their path in it ("low_rank.a")."""
+    for part, value in _parts(weights):
+        if isinstance(value, torch.Tensor):
+            yield part, value
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
