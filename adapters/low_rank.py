@@ -1,25 +1,28 @@
 """The low-rank part of a linear's branch, for all adapters at once: shrink, expand, add.
 
-The shrink is `linear/shrink.py`, one definition for the branch and for producers that absorb it.
-The expand multiplies every row with the matrix of its own slot, in one batched product of a shape
-that depends on the batch's shape alone, so a row's bytes cannot depend on its neighbours.  Rows
-without a branch keep the base bytes: they are selected, not added to, since adding a zero would
-turn -0.0 into 0.0.
+A and B of all slots lie in two pools, in which a slot has as many rows as its rank class says, so
+that high ranks cost low ones nothing.  `kernels/` multiplies with them, row by row.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import lru_cache
+
 import torch
 
+from ..core.platform import Platform, detect_platform
 from ..linear.outputs import Shrink
 from ..linear.routed import BranchInput
-from ..linear.shrink import shrink
+from .kernels.base import LowRankConfig, LowRankStack
+from .kernels.eager import EagerLowRank
+from .kernels.selection import select_low_rank
 from .slots import SlotClasses
 from .weights import LowRank
 
 
 class LowRankSlots:
-    """The stacked matrices of one linear: fixed addresses, one row a slot.
+    """The matrices of one linear: fixed addresses, one place a slot.
 
     Args:
         name: of the linear, for messages.
@@ -28,6 +31,15 @@ class LowRankSlots:
         out_features: N.
         dtype: of the matrices.
         device: of the matrices.
+
+    Attributes:
+        a: (slots.rows, K).
+        b: (slots.rows, N): B transposed.
+        starts: int32 (slots,), the first row of each slot in both.
+        ranks: int32 (slots,), 0 for an empty slot.
+        scaling: float32 (slots,).
+        kernel: what multiplies with them.
+        fallbacks: calls that the eager definition computed instead, by the kernel's reason.
     """
 
     def __init__(
@@ -40,51 +52,64 @@ class LowRankSlots:
         device: torch.device,
     ) -> None:
         self.name = name
-        self.a = torch.zeros(len(slots), slots.width, in_features, dtype=dtype, device=device)
-        self.b = torch.zeros(len(slots), out_features, slots.width, dtype=dtype, device=device)
+        self.width = slots.width
+        self.a = torch.zeros(slots.rows, in_features, dtype=dtype, device=device)
+        self.b = torch.zeros(slots.rows, out_features, dtype=dtype, device=device)
         self.scaling = torch.zeros(len(slots), dtype=torch.float32, device=device)
+        self.starts = torch.tensor(slots.starts, dtype=torch.int32, device=device)
         self.ranks = torch.zeros(len(slots), dtype=torch.int32, device=device)
+        stack = LowRankStack(
+            name, self.a, self.b, self.starts, self.ranks, self.scaling, self.width
+        )
+        selection = select_low_rank(LowRankConfig(dtype, self.width), _platform(device))
+        self.kernel = selection.kernel(stack)
+        self.rejected = selection.rejected
+        self.fallbacks: Counter[str] = Counter()
+        self._eager = EagerLowRank(stack)
+        self._starts = slots.starts
+        # What each slot holds, without asking the device.
+        self._held = [0] * len(slots)
 
     @property
     def nbytes(self) -> int:
-        """Device memory of the stacks."""
+        """Device memory of the pools."""
         return self.a.nbytes + self.b.nbytes
 
     def write(self, slot: int, weights: LowRank) -> None:
-        """Fill a slot; what a higher rank left behind is overwritten with zeros."""
-        rank = weights.rank
-        self.a[slot, :rank].copy_(weights.a)
-        self.a[slot, rank:].zero_()
-        self.b[slot, :, :rank].copy_(weights.b)
-        self.b[slot, :, rank:].zero_()
+        """Fill a slot; nothing of what was there before is left."""
+        rank, start, held = weights.rank, self._starts[slot], self._held[slot]
+        self.a[start : start + rank].copy_(weights.a)
+        self.b[start : start + rank].copy_(weights.b.mT)
+        if held > rank:
+            self.a[start + rank : start + held].zero_()
+            self.b[start + rank : start + held].zero_()
         self.scaling[slot] = weights.scaling
-        self.ranks[slot] = rank
+        self.ranks[slot] = self._held[slot] = rank
 
     def clear(self, slot: int) -> None:
-        """Empty a slot."""
-        self.a[slot].zero_()
-        self.b[slot].zero_()
+        """Empty a slot; what it costs depends on the rank that it held."""
+        start, end = self._starts[slot], self._starts[slot] + self._held[slot]
+        self.a[start:end].zero_()
+        self.b[start:end].zero_()
         self.scaling[slot] = 0.0
-        self.ranks[slot] = 0
+        self.ranks[slot] = self._held[slot] = 0
 
     def shrink_request(self, slots: torch.Tensor, rank: int) -> Shrink:
         """What shrinks the raw activation for rows of `slots` (int32 (R,), -1 for none)."""
-        return Shrink(self.name, self.a, self.ranks, slots, rank)
+        return Shrink(self.name, self.a, self.starts, self.ranks, slots, rank, self.width)
 
     def expand(self, shrunk: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """`shrunk` (M, rank) times each row's B and scaling: float32 (M, N)."""
-        index = slots.clamp(min=0)
-        by_request = shrunk.view(slots.shape[0], -1, shrunk.shape[-1])
-        delta = torch.bmm(by_request, self.b[index].float().mT)
-        return delta.mul_(self.scaling[index].view(-1, 1, 1)).flatten(0, 1)
+        """`shrunk` (M, width) times each row's B and scaling: float32 (M, N), zeros without one."""
+        out = shrunk.new_zeros((shrunk.shape[0], self.b.shape[1]))
+        return self._expand(out, shrunk, slots)
 
     def add(self, out: torch.Tensor, x: BranchInput, slots: torch.Tensor) -> torch.Tensor:
         """Add the branch of each row that has one.
 
         Args:
-            out: (M, N), the base output.
+            out: (M, N), the base output; may be written to.
             x: the layer's input, (M, K): raw, or shrunk by its producer.
-            slots: int32 (R,), -1 for none; the M rows belong to R requests in turn.
+            slots: int32 (R,), contiguous, -1 for none; the M rows belong to R requests in turn.
 
         Returns:
             (M, N) in the dtype of `out`: float32 accumulation, one rounding.
@@ -93,10 +118,24 @@ class LowRankSlots:
             RawConsumerError: there are only codes.
         """
         shrunk = x.shrunk()
-        if shrunk is None:
-            shrunk = shrink(x.raw().values, self.shrink_request(slots, self.a.shape[1]))
-        # Autocast would round the product to half precision.
-        with torch.autocast(out.device.type, enabled=False):
-            delta = self.expand(shrunk, slots)
-        wide = (slots >= 0).repeat_interleave(out.shape[0] // slots.shape[0]).unsqueeze(1)
-        return torch.where(wide, (out.float() + delta).to(out.dtype), out)
+        if shrunk is not None:
+            return self._expand(out, shrunk, slots)
+        raw = x.raw().values
+        verdict = self.kernel.accepts(out, raw)
+        if verdict.ok:
+            return self.kernel.add(out, raw, slots)
+        self.fallbacks[verdict.reason] += 1
+        return self._eager.add(out, raw, slots)
+
+    def _expand(self, out: torch.Tensor, shrunk: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        verdict = self.kernel.accepts(out, shrunk)
+        if verdict.ok:
+            return self.kernel.expand(out, shrunk, slots)
+        self.fallbacks[verdict.reason] += 1
+        return self._eager.expand(out, shrunk, slots)
+
+
+# Asking reads the versions of packages from the disk, and there are hundreds of linears.
+@lru_cache(maxsize=16)
+def _platform(device: torch.device) -> Platform:
+    return detect_platform(device)

@@ -100,3 +100,15 @@ class AdapterMismatchError(AdapterError, ValueError):
 
 class AdapterCapacityError(AdapterError, RuntimeError):
     """The adapter does not fit the configured slots: too many adapters, or too high a rank."""
+
+
+class AdapterSourceError(AdapterError, ValueError):
+    """Where the adapter was to come from is not allowed, not reachable, or beyond its limits."""
+
+
+class AdapterBrokenError(AdapterError, RuntimeError):
+    """The adapter's source is gone, damaged or changed; reload the adapter, or unload it."""
+
+
+class AdapterBusyError(AdapterError, RuntimeError):
+    """Batches in flight still use the adapter, longer than the caller would wait."""

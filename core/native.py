@@ -18,7 +18,7 @@ import torch
 
 from .errors import ConfigError
 
-ABI_VERSION = 4
+ABI_VERSION = 7
 ISA_VARIABLE = "BRANCHLINE_NATIVE_ISA"
 _ISAS = ("scalar", "avx2", "avx512")
 
@@ -69,7 +69,7 @@ MATMULS = 8
 
 #: enum bl_scale_dtype and enum bl_lora_dtype.
 SCALE_DTYPES = {torch.float32: 0, torch.float8_e8m0fnu: 1, torch.float8_e4m3fn: 2}
-LORA_DTYPES = {torch.bfloat16: 0, torch.float32: 1}
+LORA_DTYPES = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
 
 
 class ActivationSource(ctypes.Structure):
@@ -110,8 +110,8 @@ class ShrinkOutput(ctypes.Structure):
     _fields_ = (
         ("a", _PTR),
         ("a_dtype", _I64),
-        ("slot_stride", _I64),
-        ("rank_stride", _I64),
+        ("row_stride", _I64),
+        ("starts", _PTR),
         ("ranks", _PTR),
         ("slots", _PTR),
         ("width", _I64),
@@ -173,11 +173,45 @@ class Matmul(ctypes.Structure):
     )
 
 
+class LowRank(ctypes.Structure):
+    """struct bl_low_rank."""
+
+    _fields_ = (
+        ("a", _PTR),
+        ("b", _PTR),
+        ("dtype", _I64),
+        ("starts", _PTR),
+        ("ranks", _PTR),
+        ("scaling", _PTR),
+        ("columns", _I64),
+        ("channels", _I64),
+        ("width", _I64),
+    )
+
+
+class LowRankRows(ctypes.Structure):
+    """struct bl_low_rank_rows."""
+
+    _fields_ = (
+        ("x", _PTR),
+        ("x_dtype", _I64),
+        ("x_stride", _I64),
+        ("shrunk", _PTR),
+        ("slots", _PTR),
+        ("requests", _I64),
+        ("product", _PTR),
+        ("out", _PTR),
+        ("out_dtype", _I64),
+        ("out_stride", _I64),
+    )
+
+
 _OUTPUT = ctypes.POINTER(Output)
 _SIGNATURES: dict[str, tuple[list[Any], Any]] = {
     "bl_activation": ([ctypes.POINTER(ActivationSource), _OUTPUT, _I64, _I64, _INT], _INT),
     "bl_norm": ([ctypes.POINTER(NormSource), _OUTPUT, _I64, _I64, _INT], _INT),
     "bl_matmul": ([ctypes.POINTER(Matmul), _I64, _INT], _INT),
+    "bl_low_rank": ([_PTR, _PTR, _I64, _INT], _INT),
     "bl_fp8_decode": ([_PTR, _I64, _PTR, _I64, _I64, _I64, _INT], None),
 }
 

@@ -233,7 +233,7 @@ def _shrink(
     if x.device.type == "cpu":
         _check_values(name, a, ranks, slots)
     # The highest live rank is on the device: what a slot holds bounds it without a wait.
-    return Shrink(name, a, ranks.contiguous(), slots.contiguous(), a.shape[1])
+    return Shrink.stacked(name, a, ranks.contiguous(), slots.contiguous(), a.shape[1])
 
 
 def _check_values(name: str, a: torch.Tensor, ranks: torch.Tensor, slots: torch.Tensor) -> None:

@@ -9,7 +9,16 @@ from functools import lru_cache
 import torch
 
 from ..core import native
-from ..core.native import ActivationKind, ActivationSource, Epilogue, NormOrder, NormSource, Output
+from ..core.native import (
+    ActivationKind,
+    ActivationSource,
+    Epilogue,
+    LowRank,
+    LowRankRows,
+    NormOrder,
+    NormSource,
+    Output,
+)
 from ..core.oracle import ActivationSemantics, NormSemantics, quantize_static
 from ..core.oracle.activation import unary_table
 from ..core.oracle.norm import name_inputs
@@ -18,15 +27,11 @@ from .contract import InputContract
 from .outputs import Outputs, Shrink, empty, new_outputs
 from .rows import as_rows, rows_of
 
-#: What A matrices the kernels multiply with.
-LORA_DTYPES = tuple(native.LORA_DTYPES)
-
 _CPU = torch.device("cpu")
 #: Activations that kernels compute, at more than the cost of a lookup.
 _DEAR = ("silu",)
 #: How many elements it takes for a table of codes to pay.
 _CODE_TABLE_ELEMENTS = 32768
-_IDENTITY = ActivationSemantics("identity", gated=False)
 _NO_KEY = InputContract(None)
 
 
@@ -132,10 +137,46 @@ def norm(
 
 
 def shrink(rows: torch.Tensor, request: Shrink) -> torch.Tensor:
-    """Each of `rows` (M, K) times its request's A: float32 (M, width)."""
-    outputs = new_outputs(rows, _NO_KEY, request.consumer, shrinks=(request,))
-    activation(_IDENTITY, (rows,), outputs)
-    return outputs.shrunk[0]
+    """Each of `rows` (M, K) times its request's A: float32 (M, width).
+
+    Args:
+        rows: as `shrinks` accepts them.
+        request: what to multiply them with.
+
+    Raises:
+        ContractError: rows that do not belong to the requests in turn, or other columns.
+        MemoryError: there is no memory for scratch buffers.
+    """
+    (out,) = new_outputs(rows, _NO_KEY, request.consumer, shrinks=(request,)).shrunk
+    # Where there is no slot or no rank, nothing is written.
+    out.zero_()
+    stack = LowRank(
+        a=request.a.data_ptr(),
+        dtype=native.LORA_DTYPES[request.a.dtype],
+        starts=request.starts.data_ptr(),
+        ranks=request.ranks.data_ptr(),
+        columns=rows.shape[1],
+        width=request.width,
+    )
+    call = LowRankRows(
+        x=rows.data_ptr(),
+        x_dtype=native.LORA_DTYPES[rows.dtype],
+        x_stride=rows_of(rows).stride,
+        slots=request.slots.data_ptr(),
+        requests=request.slots.shape[0],
+        product=out.data_ptr(),
+    )
+    arguments = ctypes.addressof(stack), ctypes.addressof(call), rows.shape[0], native.threads()
+    if rows.shape[0]:
+        native.load().call("bl_low_rank", *arguments)
+    return out
+
+
+def shrinks(rows: torch.Tensor, a: torch.Tensor) -> bool:
+    """Whether the C kernels are there and multiply rows and matrices of these dtypes."""
+    known = rows.dtype in native.LORA_DTYPES and a.dtype in native.LORA_DTYPES
+    on_cpu = rows.device.type == "cpu" and as_rows(rows) is not None
+    return known and on_cpu and native.load().available
 
 
 def decode_fp8(codes: torch.Tensor) -> torch.Tensor:
@@ -220,7 +261,7 @@ def _shrinks(outputs: Outputs) -> ctypes.Array[native.ShrinkOutput]:
     for entry, request, out in zip(array, outputs.shrinks, outputs.shrunk, strict=True):
         a = request.a
         entry.a, entry.a_dtype = a.data_ptr(), native.LORA_DTYPES[a.dtype]
-        entry.slot_stride, entry.rank_stride = a.stride(0), a.stride(1)
+        entry.row_stride, entry.starts = a.stride(0), request.starts.data_ptr()
         entry.ranks, entry.slots = request.ranks.data_ptr(), request.slots.data_ptr()
         entry.width, entry.out, entry.out_stride = request.width, out.data_ptr(), out.stride(0)
     return array

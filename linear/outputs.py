@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -23,22 +23,35 @@ class Shrink:
 
     Attributes:
         consumer: name of the linear.
-        a: (slots, rank, K), the stacked A matrices: bfloat16, float16 or float32, contiguous.
-        ranks: int32 (slots,), the rank of each slot; A's rows beyond it are zeros and not read.
+        a: (rows, K), the A matrices of all slots in one pool: bfloat16, float16 or float32,
+            contiguous.
+        starts: int32 (slots,), the row of the pool at which each slot begins.
+        ranks: int32 (slots,), how many rows from there on count; others are not read.
         slots: int32 (R,), the slot of each request; -1 for none, which is never gathered.
         rank: the highest of `ranks` among the slots in use.
+        width: columns of the shrunk rows: the highest rank that fits any slot.
     """
 
     consumer: str
     a: torch.Tensor
+    starts: torch.Tensor
     ranks: torch.Tensor
     slots: torch.Tensor
     rank: int
+    width: int
 
-    @property
-    def width(self) -> int:
-        """Columns of the shrunk rows: the rank that fits a slot."""
-        return self.a.shape[1]
+    @classmethod
+    def stacked(
+        cls, consumer: str, a: torch.Tensor, ranks: torch.Tensor, slots: torch.Tensor, rank: int
+    ) -> Shrink:
+        """Of matrices that all have room for the same rank: `a` (slots, width, K), contiguous."""
+        number, width, columns = a.shape
+        starts = _equal_starts(number, width, a.device)
+        return cls(consumer, a.view(number * width, columns), starts, ranks, slots, rank, width)
+
+    def gathered(self) -> torch.Tensor:
+        """(R, width, K): each request's own A; zeros beyond its rank and without a slot."""
+        return gather_slots(self.a, self.starts, self.ranks, self.slots, self.width)
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,6 +152,40 @@ class Outputs:
             shrunk=shrunk,
             shared_outputs=None,
         )
+
+
+@lru_cache(maxsize=64)
+def _equal_starts(number: int, width: int, device: torch.device) -> torch.Tensor:
+    # Kept across calls, also those under inference mode.
+    with torch.inference_mode(False):
+        return torch.arange(number, dtype=torch.int32, device=device) * width
+
+
+def gather_slots(
+    pool: torch.Tensor, starts: torch.Tensor, ranks: torch.Tensor, slots: torch.Tensor, width: int
+) -> torch.Tensor:
+    """The rows of a pool that each request's slot holds.
+
+    Args:
+        pool: (rows, C), the rows of all slots one after another.
+        starts: int32 (slots,), the first row of each.
+        ranks: int32 (slots,), how many rows each holds; at most `width`.
+        slots: int32 (R,), -1 for none.
+        width: rows to return for each request.
+
+    Returns:
+        (R, width, C) in the pool's dtype; zeros beyond a slot's rank and without a slot, whatever
+        lies in the pool.
+    """
+    number = slots.shape[0]
+    if not pool.shape[0] or not starts.shape[0]:
+        return pool.new_zeros((number, width, pool.shape[1]))
+    slot = slots.clamp(min=0)
+    held = torch.where(slots >= 0, ranks[slot], 0).unsqueeze(1)
+    index = torch.arange(width, device=pool.device, dtype=torch.int32)
+    live = index < held
+    rows = torch.where(live, starts[slot].unsqueeze(1) + index, 0)
+    return torch.where(live.unsqueeze(2), pool[rows], 0)
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

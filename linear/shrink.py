@@ -20,21 +20,21 @@ def shrink(x: torch.Tensor, request: Shrink) -> torch.Tensor:
         and in rows without a slot.
     """
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
-    if native.computes(rows) and request.a.dtype in native.LORA_DTYPES:
+    if native.shrinks(rows, request.a):
         return native.shrink(rows, request)
     return shrink_eager(rows, request)
 
 
 def shrink_eager(rows: torch.Tensor, request: Shrink) -> torch.Tensor:
     """The definition, on `rows` (M, K); one product of the batch's shape, whatever the slots."""
-    requests = request.slots.shape[0]
-    out = rows.new_zeros((rows.shape[0], request.width), dtype=torch.float32)
-    if not rows.shape[0] or not request.a.shape[0]:
-        return out
-    taken = request.slots >= 0
-    index = torch.where(taken, request.slots, 0)
+    if not rows.shape[0]:
+        return rows.new_zeros((0, request.width), dtype=torch.float32)
+    index = torch.arange(request.width, device=rows.device)
+    held = request.ranks[request.slots.clamp(min=0)] if request.ranks.shape[0] else request.slots
+    live = (request.slots >= 0).unsqueeze(1) & (index < held.unsqueeze(1))
     # Autocast would round the product to half precision.
     with torch.autocast(rows.device.type, enabled=False):
-        by_request = rows.unflatten(0, (requests, -1)).float()
-        product = torch.bmm(by_request, request.a[index].float().mT)
-    return torch.where(taken.view(-1, 1, 1), product, 0.0).reshape(out.shape)
+        by_request = rows.unflatten(0, (request.slots.shape[0], -1)).float()
+        product = torch.bmm(by_request, request.gathered().float().mT)
+    # A zero of A times an infinity of the activation is no zero.
+    return torch.where(live.unsqueeze(1), product, 0.0).flatten(0, 1)

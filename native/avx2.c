@@ -17,7 +17,7 @@
 #define BL_DIRECT 2
 #define BL_INLINE static inline __attribute__((always_inline))
 
-enum { LANES = 8 };
+enum { LANES = 8, EXPAND_WIDE = 2 };
 typedef __m256 vf;
 typedef __m256i vi;
 typedef struct {
@@ -89,6 +89,18 @@ BL_INLINE vf v_sub(vf a, vf b) { return _mm256_sub_ps(a, b); }
 BL_INLINE vf v_mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
 BL_INLINE vf v_div(vf a, vf b) { return _mm256_div_ps(a, b); }
 BL_INLINE vf v_mul_add(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
+BL_INLINE vf v_fused(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
+
+BL_INLINE vf v_load_f16(const uint16_t *p)
+{
+    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+}
+
+BL_INLINE void v_store_f16(uint16_t *p, vf x)
+{
+    _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+
 BL_INLINE vf v_max(vf a, vf b) { return _mm256_max_ps(a, b); }
 BL_INLINE vf v_min(vf a, vf b) { return _mm256_min_ps(a, b); }
 BL_INLINE vf v_from_int(vi x) { return _mm256_cvtepi32_ps(x); }

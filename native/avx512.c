@@ -19,7 +19,7 @@
 #define BL_DIRECT 4
 #define BL_INLINE static inline __attribute__((always_inline))
 
-enum { LANES = 16 };
+enum { LANES = 16, EXPAND_WIDE = 4 };
 typedef __m512 vf;
 typedef __m512i vi;
 typedef struct {
@@ -93,6 +93,18 @@ BL_INLINE vf v_sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
 BL_INLINE vf v_mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
 BL_INLINE vf v_div(vf a, vf b) { return _mm512_div_ps(a, b); }
 BL_INLINE vf v_mul_add(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
+BL_INLINE vf v_fused(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
+
+BL_INLINE vf v_load_f16(const uint16_t *p)
+{
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+}
+
+BL_INLINE void v_store_f16(uint16_t *p, vf x)
+{
+    _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+
 BL_INLINE vf v_max(vf a, vf b) { return _mm512_max_ps(a, b); }
 BL_INLINE vf v_min(vf a, vf b) { return _mm512_min_ps(a, b); }
 BL_INLINE vf v_from_int(vi x) { return _mm512_cvtepi32_ps(x); }

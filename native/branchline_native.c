@@ -12,6 +12,7 @@ BL_EXPORT bl_activation_fn bl_activation;
 BL_EXPORT bl_norm_fn bl_norm;
 BL_EXPORT bl_fp8_decode_fn bl_fp8_decode;
 BL_EXPORT bl_matmul_fn bl_matmul;
+BL_EXPORT bl_low_rank_fn bl_low_rank;
 
 static const struct bl_kernels *chosen = &bl_kernels_scalar;
 
@@ -72,4 +73,10 @@ void bl_fp8_decode(const uint8_t *codes, int64_t codes_stride, float *out, int64
 int bl_matmul(const struct bl_matmul *specs, int64_t count, int threads)
 {
     return chosen->matmul(specs, count, threads);
+}
+
+int bl_low_rank(const struct bl_low_rank *stack, const struct bl_low_rank_rows *rows,
+                int64_t count, int threads)
+{
+    return chosen->low_rank(stack, rows, count, threads);
 }

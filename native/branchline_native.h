@@ -11,7 +11,7 @@
 
 #include <stdint.h>
 
-#define BL_ABI_VERSION 4
+#define BL_ABI_VERSION 7
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define BL_X86 1
@@ -24,7 +24,7 @@ enum bl_activation_kind { BL_IDENTITY = 0, BL_RELU = 1, BL_RELU2 = 2, BL_SILU = 
 enum bl_norm_order { BL_LLAMA = 0, BL_GEMMA = 1, BL_LAYER_NORM = 2, BL_LAYER_NORM_1P = 3 };
 enum bl_epilogue { BL_NO_CODES = 0, BL_STATIC = 1, BL_TOKEN = 2, BL_GROUP = 3, BL_NVFP4 = 4 };
 enum bl_scale_dtype { BL_SCALE_F32 = 0, BL_SCALE_E8M0 = 1, BL_SCALE_E4M3 = 2 };
-enum bl_lora_dtype { BL_LORA_BF16 = 0, BL_LORA_F32 = 1 };
+enum bl_lora_dtype { BL_LORA_BF16 = 0, BL_LORA_F32 = 1, BL_LORA_F16 = 2 };
 
 /* round(act(gate)), or, with `up`, round(round(act(gate)) * up); for BL_TABLE `up` is clamped to
  * -up_limit and up_limit first. */
@@ -58,12 +58,13 @@ struct bl_norm_source {
 /* The rows times each request's own A.  Rows belong to `requests` requests in turn, rows /
  * requests each. */
 struct bl_shrink {
-    const void *a; /* (slots, width, cols) */
+    const void *a; /* rows of `cols`: those of a slot one after the other */
     int64_t a_dtype;
-    int64_t slot_stride, rank_stride; /* elements */
-    const int32_t *ranks;             /* by slot: A's rows that count */
-    const int32_t *slots;             /* by request; -1: none, the row's output is zeros */
-    int64_t width;                    /* columns of `out`; those beyond a rank are zeros */
+    int64_t row_stride;    /* elements */
+    const int32_t *starts; /* by slot: its first row */
+    const int32_t *ranks;  /* by slot: how many of its rows count */
+    const int32_t *slots;  /* by request; -1: none, the row's output is zeros */
+    int64_t width;         /* columns of `out`; those beyond a rank are zeros */
     float *out;
     int64_t out_stride;
 };
@@ -135,11 +136,41 @@ struct bl_matmul {
 /* 0, or -1: no memory for scratch buffers. */
 typedef int bl_matmul_fn(const struct bl_matmul *specs, int64_t count, int threads);
 
+/* The low-rank matrices that one linear's adapters hold, and their places in two pools.  Dtypes are
+ * those of bl_lora_dtype, for activations too. */
+struct bl_low_rank {
+    const void *a;         /* (rows of the pool, columns) */
+    const void *b;         /* (rows of the pool, channels) */
+    int64_t dtype;         /* of both */
+    const int32_t *starts; /* by slot: its first row */
+    const int32_t *ranks;  /* by slot: how many rows from there on count; at most `width` */
+    const float *scaling;  /* by slot */
+    int64_t columns, channels, width;
+};
+
+/* The rows of one call, which belong to `requests` requests in turn. */
+struct bl_low_rank_rows {
+    const void *x;
+    int64_t x_dtype, x_stride;
+    const float *shrunk;  /* (rows, width), contiguous: taken in the place of x; NULL: computed */
+    const int32_t *slots; /* by request; -1: none, the row is not touched */
+    int64_t requests;
+    float *product; /* (rows, width), contiguous: gets the shrunk rows, and `out` nothing; or NULL */
+    void *out;
+    int64_t out_dtype, out_stride;
+};
+
+/* Adds scaling * (x a) b to `out`, rounded once.  0, or -1: no memory for scratch buffers, in which
+ * case `out` is as it was. */
+typedef int bl_low_rank_fn(const struct bl_low_rank *stack, const struct bl_low_rank_rows *rows,
+                           int64_t count, int threads);
+
 struct bl_kernels {
     bl_activation_fn *activation;
     bl_norm_fn *norm;
     bl_fp8_decode_fn *fp8_decode;
     bl_matmul_fn *matmul;
+    bl_low_rank_fn *low_rank;
 };
 
 extern const struct bl_kernels bl_kernels_scalar;

@@ -8,7 +8,8 @@
  * 2 * LANES halves; vh_magnitude clears their signs and makes NaN 0.  v_spread_16 gives each lane
  * the number of its group, for groups of 16 elements of which a lane has two.  decode_group decodes
  * 4 * LANES codes, as matmul.h has them, to 2**-8 of their value, NaN excepted; BL_WIDE and BL_DIRECT
- * are that file's.
+ * are that file's.  v_fused rounds once everywhere, v_mul_add where that costs nothing; EXPAND_WIDE
+ * and v_*_f16 are low_rank.h's.
  *
  * A tail shorter than a vector goes through the same vector code on a padded copy, so that an
  * element's bytes do not depend on where in its row it stands.
@@ -28,6 +29,7 @@
 /* Elements of a pair of vectors, and of the longest padded copy. */
 enum { STEP = 2 * LANES, TAIL = 2 * STEP };
 
+#include "half.h"
 #include "numerics.h"
 #include "work.h"
 #include "decode.h"
@@ -35,8 +37,9 @@ enum { STEP = 2 * LANES, TAIL = 2 * STEP };
 #include "epilogue.h"
 #include "shrink.h"
 #include "rows.h"
+#include "low_rank.h"
 #include "activation.h"
 #include "norm.h"
 #include "matmul.h"
 
-const struct bl_kernels BL_KERNELS = {activation, norm, fp8_decode, matmul};
+const struct bl_kernels BL_KERNELS = {activation, norm, fp8_decode, matmul, low_rank};

@@ -169,7 +169,7 @@ static void lay_out_scratch(struct row_job *job)
     job->byte_at = job->inverse_at + padded_size(groups * 4);
     job->total_at = job->byte_at + padded_size(groups);
     job->scratch_size =
-        job->total_at + padded_size((width + LONE_ROW_RANKS) * BLOCK_ROWS * LANES * 4);
+        job->total_at + padded_size((width + LONE_ROW_RANKS) * BLOCK_ROWS * SUMS * 4);
 }
 
 static void run_blocks(struct row_job *job, int team, char *memory)

@@ -2,13 +2,14 @@
 #include <string.h>
 
 #include "branchline_native.h"
+#include "half.h"
 
 #define BL_KERNELS bl_kernels_scalar
 #define BL_WIDE 4
 #define BL_DIRECT 1
 #define BL_INLINE static inline __attribute__((always_inline))
 
-enum { LANES = 1 };
+enum { LANES = 1, EXPAND_WIDE = 4 };
 typedef float vf;
 typedef uint32_t vi;
 typedef double vacc;
@@ -77,6 +78,9 @@ BL_INLINE vf v_mul(vf a, vf b) { return a * b; }
 BL_INLINE vf v_div(vf a, vf b) { return a / b; }
 /* Two roundings: fmaf() without the instruction is a slow library call.  exp allows for it. */
 BL_INLINE vf v_mul_add(vf a, vf b, vf c) { return a * b + c; }
+BL_INLINE vf v_fused(vf a, vf b, vf c) { return fmaf(a, b, c); }
+BL_INLINE vf v_load_f16(const uint16_t *p) { return from_f16(*p); }
+BL_INLINE void v_store_f16(uint16_t *p, vf x) { *p = to_f16(x); }
 BL_INLINE vf v_from_int(vi x) { return (float)(int32_t)x; }
 BL_INLINE float v_reduce_add(vf x) { return x; }
 

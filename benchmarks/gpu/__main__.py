@@ -87,7 +87,8 @@ def _emission(key: QuantKey, route: Route, rows: int, columns: int, device: str)
     a = (random_bf16(SLOTS, RANK, columns, seed=3).float() / 64).bfloat16().to(device)
     ranks = torch.full((SLOTS,), RANK, dtype=torch.int32, device=device)
     slots = torch.arange(requests, dtype=torch.int32, device=device) % SLOTS
-    return Emission(contract, route, shrinks=(Shrink("down_proj", a, ranks, slots, RANK),))
+    request = Shrink.stacked("down_proj", a, ranks, slots, RANK)
+    return Emission(contract, route, shrinks=(request,))
 
 
 def _measure(

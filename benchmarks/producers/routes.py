@@ -77,7 +77,7 @@ def _absorbed(label: str, semantics, inputs, function, requests: int, rounds: in
     a = (random_bf16(SLOTS, RANK, COLUMNS, seed=3).float() / 64).bfloat16()
     slots = torch.arange(requests, dtype=torch.int32) % SLOTS
     ranks = torch.full((SLOTS,), RANK, dtype=torch.int32)
-    request = Shrink("down_proj", a, ranks, slots, RANK)
+    request = Shrink.stacked("down_proj", a, ranks, slots, RANK)
     absorbed = _producer(semantics, inputs, Emission(contract, Route.ABSORBED, shrinks=(request,)))
 
     def unfused() -> tuple[object, torch.Tensor]:

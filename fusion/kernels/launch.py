@@ -116,7 +116,7 @@ def _shrinks(outputs: Outputs) -> tuple[ShrinkTarget, ...]:
         ShrinkTarget(
             request.a,
             request.a.stride(0),
-            request.a.stride(1),
+            request.starts,
             request.ranks,
             request.slots,
             out,

@@ -24,9 +24,9 @@ class ShrinkTarget(NamedTuple):
     """What one consumer's branches multiply with, and where it goes: `linear.outputs.Shrink`.
 
     Attributes:
-        a: (slots, width, K).
-        slot_stride: elements from one slot to the next.
-        rank_stride: elements from one rank to the next.
+        a: (rows, K).
+        row_stride: elements from one of its rows to the next.
+        starts: int32 (slots,).
         ranks: int32 (slots,).
         slots: int32 (R,).
         out: float32 (rows, width), contiguous.
@@ -34,8 +34,8 @@ class ShrinkTarget(NamedTuple):
     """
 
     a: Any
-    slot_stride: int
-    rank_stride: int
+    row_stride: int
+    starts: Any
     ranks: Any
     slots: Any
     out: Any
@@ -79,6 +79,15 @@ def load_ranks(shrinks, slots):
 
 
 @triton.jit
+def load_bases(shrinks, slots):
+    """Of each consumer, the row of A at which its slot begins; 0 without a slot."""
+    bases = ()
+    for i in tl.static_range(len(shrinks)):
+        bases += (tl.load(shrinks[i].starts + slots[i], mask=slots[i] >= 0, other=0),)
+    return bases
+
+
+@triton.jit
 def _leading_half(x):
     """The upper half of a float32: a bfloat16, which leaves what it lacks exactly representable."""
     return (x.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
@@ -119,7 +128,7 @@ def _dot(tile, a, sums, CONSUMER: constexpr, PIECES: constexpr):
 
 @triton.jit
 def multiply(
-    tile, sums, shrinks, slots, ranks, start, columns, PLAN: constexpr
+    tile, sums, shrinks, bases, ranks, start, columns, PLAN: constexpr
 ):  # fmt: skip
     """`sums` and the products of a tile with each consumer's A: one a consumer and piece of A."""
     if PLAN.rows != 16:
@@ -129,7 +138,7 @@ def multiply(
     added = ()
     for i in tl.static_range(len(shrinks)):
         shrink = shrinks[i]
-        at = slots[i].to(tl.int64) * shrink.slot_stride + index * shrink.rank_stride + column
+        at = (bases[i] + index).to(tl.int64) * shrink.row_stride + column
         mask = (column < columns) & (index < ranks[i])
         a = tl.load(shrink.a + at, mask=mask, other=0.0)
         added = added + _dot(tile, a, sums, i, PLAN.pieces)

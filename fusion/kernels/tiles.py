@@ -10,6 +10,7 @@ from .numerics import amax, constexpr, narrow_bf16
 from .shrink import (
     add_sums,
     join_pieces,
+    load_bases,
     load_ranks,
     load_slots,
     multiply,
@@ -177,6 +178,7 @@ def emit_rows(
             x = _finish(source, x, mask, statistics, _at(place, start), columns, OP, NORM, PLAN)
             largest = tl.maximum(largest, amax(x, 1)[:, None])
     slots = load_slots(shrinks, request, count > 0)
+    bases = load_bases(shrinks, slots)
     ranks = load_ranks(shrinks, slots)
     totals = zero_sums(len(shrinks), PLAN.rank)
     chunks = 1 if PLAN.split else tl.cdiv(shape.covered, PLAN.chunk)
@@ -191,7 +193,7 @@ def emit_rows(
             tile = _finish(source, x, mask, statistics, here, columns, OP, NORM, PLAN)
             _emit(tile, largest, targets, here, shape, CODES, PLAN)
             if PLAN.rank:
-                sums = multiply(tile, sums, shrinks, slots, ranks, start, columns, PLAN)
+                sums = multiply(tile, sums, shrinks, bases, ranks, start, columns, PLAN)
         sums = join_pieces(sums, PLAN.pieces)
         if PLAN.split:
             store_partial(sums, partial, ranks, chunk, shape.rows, first, count, PLAN.rank)

@@ -334,7 +334,7 @@ def shrinks_for(
         slots = (torch.arange(requests) + number) % 4 - 1
         live = ranks[slots[slots >= 0]]
         made.append(
-            Shrink(
+            Shrink.stacked(
                 f"consumer {number}",
                 a.to(dtype).to(device),
                 ranks.to(device),

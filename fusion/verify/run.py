@@ -198,14 +198,15 @@ class _Wanted:
         rows = self.raw.reshape(-1, self.raw.shape[-1]).double()
         number, requests = rows.shape[0], request.slots.shape[0]
         slots = request.slots.repeat_interleave(number // requests)
-        stacks = request.a.double().flatten(0, 1)
-        picked = torch.arange(number, device=rows.device), slots.clamp(min=0).long()
-        # A row without a slot is zeros, whatever it holds.
+        slot = slots.clamp(min=0)
+        index = torch.arange(request.width, dtype=torch.int32, device=rows.device)
+        # Rows beyond a rank, and without a slot, are zeros, whatever they hold.
+        live = (slots >= 0)[:, None] & (index < request.ranks[slot][:, None])
+        picked = torch.where(live, request.starts[slot][:, None] + index, 0)
+        pool = request.a.double()
         exact, magnitude = (
-            torch.where(
-                slots[:, None] >= 0, product.unflatten(-1, (-1, request.width))[picked], 0.0
-            )
-            for product in (rows @ stacks.mT, rows.abs() @ stacks.abs().mT)
+            torch.where(live, product.gather(1, picked.long()), 0.0)
+            for product in (rows @ pool.mT, rows.abs() @ pool.abs().mT)
         )
         return exact, magnitude
 
@@ -300,7 +301,7 @@ def _compare_shrunk(
 
 
 def _separate_is_native(call: _Call, request: Shrink) -> bool:
-    return native.computes(call.wanted.raw) and request.a.dtype in native.LORA_DTYPES
+    return native.shrinks(call.wanted.raw, request.a)
 
 
 # --- one family --------------------------------------------------------------------------------

@@ -103,6 +103,8 @@ def test_dtype_enum(name, mirror):
         ("bl_activation_source", native.ActivationSource),
         ("bl_norm_source", native.NormSource),
         ("bl_shrink", native.ShrinkOutput),
+        ("bl_low_rank", native.LowRank),
+        ("bl_low_rank_rows", native.LowRankRows),
         ("bl_output", native.Output),
     ],
 )

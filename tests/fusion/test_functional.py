@@ -12,6 +12,7 @@ from branchline.linear.batch import BarePlan, Batch, batch_scope
 from branchline.linear.contract import InputContract, InputScale
 from branchline.linear.kernels.emulated import EmulatedLinear
 from branchline.linear.kernels.float import FloatLinear
+from branchline.linear.parts import Part
 from branchline.linear.quantized_weight import QuantizedWeight
 from branchline.linear.registry import LayerRegistry
 from branchline.linear.routed import RoutedLinear
@@ -83,7 +84,7 @@ def test_fused_where_nothing_reads_raw(gated, key):
 
 
 def plan(branched: bool) -> BarePlan:
-    return BarePlan((), (branched,))
+    return BarePlan((), (branched,), (int(branched) * Part.PLAIN,))
 
 
 def test_raw_where_a_branch_is_live():

@@ -77,7 +77,7 @@ A = [random(3, 8, K, seed=4), random(3, 16, K, seed=5)]
 RANKS = [torch.full((3,), width, dtype=torch.int32) for width in (8, 16)]
 SLOTS = [torch.tensor(slots, dtype=torch.int32) for slots in ([0, -1, 2, 1], [-1, 1, 1, 0])]
 SHRINKS = tuple(
-    Shrink(f"consumer {index}", a, ranks, slots, a.shape[1])
+    Shrink.stacked(f"consumer {index}", a, ranks, slots, a.shape[1])
     for index, (a, ranks, slots) in enumerate(zip(A, RANKS, SLOTS, strict=True))
 )
 ABSORBED = {"a": A, "ranks": RANKS, "slots": SLOTS}

@@ -13,7 +13,7 @@ CONTRACT = InputContract(FP8_STATIC_TENSOR, InputScale.checked(0.5, "x"))
 
 def shrink(requests: int, columns: int = 8) -> Shrink:
     slots = torch.zeros(requests, dtype=torch.int32)
-    return Shrink("q_proj", torch.zeros(1, 4, columns), torch.tensor([4]).int(), slots, 4)
+    return Shrink.stacked("q_proj", torch.zeros(1, 4, columns), torch.tensor([4]).int(), slots, 4)
 
 
 def raw(requests: int) -> RawRequest:

@@ -9,8 +9,9 @@ from branchline.linear.contract import InputContract, InputScale
 from branchline.linear.hooks import hook_names, unwatch_hooks, watch_hooks
 from branchline.linear.kernels.emulated import EmulatedLinear
 from branchline.linear.kernels.float import FloatLinear
+from branchline.linear.parts import Part
 from branchline.linear.quantized_weight import QuantizedWeight
-from branchline.linear.registry import Holder, LayerRegistry, RawReader, SharedInput
+from branchline.linear.registry import Holder, Holding, LayerRegistry, RawReader, SharedInput
 from branchline.linear.routed import RoutedLinear
 
 K = 8
@@ -49,13 +50,15 @@ def reader(module, args, output=None) -> None:
 # --- epoch -------------------------------------------------------------------------------------
 
 
-def test_set_branches_advances_once_for_all_layers():
+def on(*layers: str, name: str = "sql") -> Holding:
+    return Holding(name, dict.fromkeys(layers, Holder()))
+
+
+def test_a_change_of_adapters_advances_once_for_all_layers():
     registry = registry_of("q", "k")
     told = Told(registry)
     before = registry.epoch
-    registry.set_branches(
-        {"q": {1: Holder("sql")}, "k": {1: Holder("sql")}}, "adapter 'sql' was loaded"
-    )
+    registry.set_holdings({1: on("q", "k")}, (), "adapter 'sql' was loaded")
     assert registry.epoch == before + 1
     assert told.calls == [(before + 1, "adapter 'sql' was loaded")]
 
@@ -63,7 +66,7 @@ def test_set_branches_advances_once_for_all_layers():
 def test_an_empty_change_is_told_too():
     registry = registry_of("q")
     told = Told(registry)
-    registry.set_branches({}, "nothing")
+    registry.set_holdings({}, (), "nothing")
     assert len(told.calls) == 1
 
 
@@ -71,9 +74,9 @@ def test_a_listener_sees_the_new_state():
     registry = registry_of("q")
     seen = []
     registry.listen(lambda *_: seen.append(dict(registry.branches(registry.layers["q"]))))
-    registry.set_branches({"q": {7: Holder("sql")}}, "load")
-    registry.set_branches({"q": {}}, "unload")
-    assert seen == [{7: Holder("sql")}, {}]
+    registry.set_holdings({7: on("q")}, (), "load")
+    registry.set_holdings({}, {7}, "unload")
+    assert seen == [{7: Holder()}, {}]
 
 
 def test_every_listener_is_told():
@@ -169,11 +172,12 @@ def test_watching_keeps_the_hooks_that_were_there():
 def test_live_sets_decide():
     registry = registry_of("q")
     layer = registry.layers["q"]
-    registry.set_branches({"q": {1: Holder("sql"), 2: Holder("chat")}}, "load")
+    registry.set_holdings({1: on("q"), 2: on("q", name="chat")}, (), "load")
     branch = {n: RawReader("branch", n, "q") for n in ("sql", "chat")}
     assert registry.raw_readers(layer, {1}) == (branch["sql"],)
     assert registry.raw_readers(layer, [2]) == (branch["chat"],)
     assert registry.raw_readers(layer, {3}) == ()
+    assert registry.branches(layer, {1, 3}).keys() == {1}
     assert registry.raw_readers(layer, ()) == ()
     assert set(registry.raw_readers(layer)) == set(branch.values())
     assert registry.requires_unquantized_input(layer)
@@ -184,12 +188,12 @@ def test_quant_key_is_that_of_the_complete_layer():
     registry = registry_of("q")
     layer = registry.layers["q"]
     assert registry.get_input_quant_key(layer) == FP8_STATIC_TENSOR
-    registry.set_branches({"q": {1: Holder("sql")}}, "load")
+    registry.set_holdings({1: on("q")}, (), "load")
     assert registry.get_input_quant_key(layer) is None
     assert registry.get_input_quant_key(layer, {1}) is None
     assert registry.get_input_quant_key(layer, {2}) == FP8_STATIC_TENSOR
     assert registry.get_input_quant_key(layer, ()) == FP8_STATIC_TENSOR
-    registry.set_branches({"q": {}}, "unload")
+    registry.set_holdings({}, {1}, "unload")
     assert registry.get_input_quant_key(layer) == FP8_STATIC_TENSOR
     assert layer.kernel.contract.scale.number == 0.5
 
@@ -205,19 +209,19 @@ def test_an_unquantised_base_takes_no_codes():
 def test_a_swap_replaces_holders():
     registry = registry_of("q")
     layer = registry.layers["q"]
-    registry.set_branches({"q": {1: Holder("sql")}}, "load")
-    registry.set_branches({"q": {2: Holder("sql")}}, "swap")
-    assert dict(registry.branches(layer)) == {2: Holder("sql")}
+    registry.set_holdings({1: on("q")}, (), "load")
+    registry.set_holdings({2: on("q")}, {1}, "swap")
+    assert dict(registry.branches(layer)) == {2: Holder()}
     assert not registry.requires_unquantized_input(layer, {1})
 
 
 def test_holders_are_copied_and_read_only():
     registry = registry_of("q")
     layer = registry.layers["q"]
-    given = {1: Holder("sql")}
-    registry.set_branches({"q": given}, "load")
+    given = {1: on("q")}
+    registry.set_holdings(given, (), "load")
     given.clear()
-    assert dict(registry.branches(layer)) == {1: Holder("sql")}
+    assert dict(registry.branches(layer)) == {1: Holder()}
     for mapping in (registry.branches(layer), registry.layers):
         try:
             mapping[5] = "x"
@@ -234,7 +238,7 @@ def test_shared_input_makes_one_reader_count_for_all():
     assert registry.raw_readers(q, ()) == tuple(others)
     others.clear()
     assert registry.raw_readers(q, ()) == ()
-    registry.set_branches({"v": {1: Holder("sql")}}, "load")
+    registry.set_holdings({1: on("v")}, (), "load")
     assert registry.raw_readers(q, {1}) == (RawReader("branch", "sql", "v"),)
     assert registry.get_input_quant_key(q, {1}) is None
     assert registry.get_input_quant_key(q, {9}) == FP8_STATIC_TENSOR
@@ -243,6 +247,45 @@ def test_shared_input_makes_one_reader_count_for_all():
     assert registry.raw_readers(q, ()) == (RawReader("hook", "reader", "k"),)
     handle.remove()
     assert registry.raw_readers(q, ()) == ()
+
+
+def test_the_parts_of_a_branch_say_whether_it_reads_raw():
+    registry = registry_of("q")
+    layer = registry.layers["q"]
+    for parts, reads_raw, changes_input in (
+        (Part.GAIN | Part.SHIFT, False, False),
+        (Part.PLAIN, True, False),
+        (Part.LOW_RANK | Part.GAIN, True, False),
+        (Part.DELTA, True, False),
+        (Part.WEIGHT | Part.SHIFT, True, False),
+        (Part.IN_SCALE, True, True),
+        (Part.ROTATION | Part.GAIN, True, True),
+    ):
+        registry.set_holdings({1: Holding("x", {"q": Holder(parts)})}, (), "load")
+        reader = RawReader("branch", "x", "q", changes_input=changes_input)
+        assert registry.raw_readers(layer, {1}) == ((reader,) if reads_raw else ())
+
+
+class OtherPlace:
+    """A norm, as far as the registry knows one."""
+
+    def __init__(self, name: str, index: int) -> None:
+        self.name, self.index, self.branch = name, index, None
+
+
+def test_own_weights_of_the_maker_keep_its_output_raw():
+    registry = registry_of("q", "k")
+    norm = OtherPlace("norm", 2)
+    registry.add_place(norm)
+    registry.share_input(SharedInput(("q",), lambda: (), "norm"))
+    assert list(registry.places.values()) == [*registry, norm]
+    registry.set_holdings({1: Holding("ln", {"norm": Holder(Part.OWN)})}, (), "load")
+    reader = RawReader("branch", "ln", "norm", changes_input=True)
+    q, k = registry
+    assert registry.raw_readers(q, {1}) == (reader,)
+    assert registry.raw_readers(q, {2}) == ()
+    assert registry.raw_readers(k, {1}) == ()
+    assert registry.branches(norm, {1}) == {1: Holder(Part.OWN)}
 
 
 def test_hooks_follow_their_handles():

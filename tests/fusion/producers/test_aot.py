@@ -169,7 +169,7 @@ def shrinks(case: Case) -> tuple[Shrink, ...]:
     a = torch.zeros(4, 64, case.columns, dtype=dtype)
     slots = torch.zeros(case.rows // tokens, dtype=torch.int32)
     ranks = torch.full((4,), rank, dtype=torch.int32)
-    return tuple(Shrink(str(i), a, ranks, slots, rank) for i in range(number))
+    return tuple(Shrink.stacked(str(i), a, ranks, slots, rank) for i in range(number))
 
 
 @functools.cache

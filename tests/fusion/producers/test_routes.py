@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -81,7 +83,7 @@ def request(backend, slots: list[int], ranks: list[int], columns: int, name="q",
         if slot in slots:
             a[slot, :rank] = torch.randn(rank, columns, generator=generator) / columns**0.5
             a[slot, rank:] = 0
-    return Shrink(
+    return Shrink.stacked(
         name,
         a.to(dtype or torch.bfloat16).to(backend.device),
         torch.tensor(ranks, dtype=torch.int32, device=backend.device),
@@ -116,7 +118,7 @@ def assert_close(ours: torch.Tensor, flat: torch.Tensor, wanted: Shrink) -> None
         rank = int(wanted.ranks[slot]) if slot >= 0 else 0
         assert (ours[row, rank:] == 0).all()
         if rank:
-            a, x = wanted.a[slot, :rank].double(), flat[row].double()
+            a, x = wanted.a[int(wanted.starts[slot]) :][:rank].double(), flat[row].double()
             bound = (a.abs() @ x.abs()) * 2.0**-24 * (8 + flat.shape[1] ** 0.5)
             assert ((ours[row, :rank].double() - a @ x).abs() <= bound).all()
 
@@ -148,7 +150,7 @@ def test_shrunk_rows_do_not_depend_on_the_others(backend, site, inputs, key):
     wanted = request(backend, slots, [16, 5, 64], 1100)
     for row in (0, 1, 3, 13):
         alone = tuple(x[row : row + 1] if x.dim() == 2 else x for x in given)
-        single = Shrink("q", wanted.a, wanted.ranks, wanted.slots[row : row + 1], wanted.rank)
+        single = replace(wanted, slots=wanted.slots[row : row + 1])
         (ours,) = check_absorbed(backend, site, alone, (single,), key)
         assert torch.equal(ours[0], together[row])
 

@@ -218,17 +218,21 @@ def run(source: ActivationSemantics | NormSemantics, inputs, found: Outputs) -> 
 
 
 def adapters(ranks, columns: int, slots, dtype=BF16, width: int | None = None, seed: int = 0):
-    """A for each slot; slots that nobody uses, and what lies beyond a rank, are NaN."""
+    """A pool of each slot's A, some with room for more; what nobody uses is NaN."""
     used = set(slots)
-    wide = max(ranks) if width is None else width
-    a = torch.full((len(ranks), wide, columns), torch.nan, dtype=dtype)
+    rooms = [rank + slot % 2 for slot, rank in enumerate(ranks)]
+    starts = list(itertools.accumulate(rooms, initial=0))
+    a = torch.full((starts[-1], columns), torch.nan, dtype=dtype)
     for slot, rank in enumerate(ranks):
         if slot in used:
-            a[slot, :rank] = random(rank, columns, seed=seed + slot, size=0.05).to(dtype)
+            values = random(rank, columns, seed=seed + slot, size=0.05)
+            a[starts[slot] : starts[slot] + rank] = values.to(dtype)
     return Shrink(
         f"linear{seed}",
         a,
+        torch.tensor(starts[:-1], dtype=torch.int32),
         torch.tensor(ranks, dtype=torch.int32),
         torch.tensor(slots, dtype=torch.int32),
         max((ranks[slot] for slot in used if slot >= 0), default=0),
+        max(ranks) if width is None else width,
     )

@@ -82,7 +82,7 @@ def exact_product(rows: torch.Tensor, request: Shrink) -> tuple[torch.Tensor, to
     for number, slot in enumerate(request.slots.tolist()):
         if slot >= 0:
             rank, part = int(request.ranks[slot]), slice(number * each, number * each + each)
-            a = request.a[slot, :rank].double().mT
+            a = request.a[int(request.starts[slot]) :][:rank].double().mT
             out[part, :rank] = rows[part].double() @ a
             bound[part, :rank] = rows[part].double().abs() @ a.abs()
     return out, bound * 2e-5 + 1e-30
@@ -156,7 +156,7 @@ def test_special_values_in_a_product():
     rows = random(9, 700)
     request = adapters([16], 700, [0])
     rows[2, 3], rows[5, 699] = torch.nan, torch.inf
-    request.a[0, 7, 650] = torch.nan
+    request.a[7, 650] = torch.nan
     for _ in each_isa():
         odd = ~native.shrink(rows, request).isfinite()
         assert odd[2].all()
