@@ -2,6 +2,7 @@
 
 from .base import BaseFacts, TargetLayer
 from .manager import AdapterManager
+from .mixture import Mixture
 from .version import AdapterInfo
 from .weights import AdapterWeights, LayerWeights, LowRank
 
@@ -12,5 +13,6 @@ __all__ = [
     "BaseFacts",
     "LayerWeights",
     "LowRank",
+    "Mixture",
     "TargetLayer",
 ]

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -15,12 +21,54 @@ class TargetLayer:
         in_features: K, the size of the input.
         out_features: N, the size of the output.
         refusal: why it cannot take a branch; None says it can.
+        has_bias: whether it adds a bias.
+        transposed: whether its weight lies as `(K, N)` (transformers' `Conv1D`).
     """
 
     name: str
     in_features: int
     out_features: int
     refusal: str | None = None
+    has_bias: bool = False
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class TargetEmbedding:
+    """An embedding of the base model that may take an adapter.
+
+    Args:
+        name: full name in the model ("model.embed_tokens").
+        num_embeddings: V, the number of its rows.
+        embedding_dim: D, the size of a row.
+        refusal: why it cannot take an adapter; None says it can.
+    """
+
+    name: str
+    num_embeddings: int
+    embedding_dim: int
+    refusal: str | None = None
+
+
+@dataclass(frozen=True)
+class TargetNorm:
+    """A norm of the base model that may take weights of an adapter's own.
+
+    Args:
+        name: full name in the model ("model.layers.0.input_layernorm").
+        size: K, the size of its weight.
+        has_bias: whether it has a bias of the same size.
+        refusal: why it cannot; None says it can.
+    """
+
+    name: str
+    size: int
+    has_bias: bool = False
+    refusal: str | None = None
+
+
+Target = TargetLayer | TargetEmbedding | TargetNorm
+_Kind = TypeVar("_Kind", TargetLayer, TargetEmbedding, TargetNorm)
 
 
 @dataclass(frozen=True)
@@ -34,6 +82,11 @@ class BaseFacts:
             FEATURE_EXTRACTION for a bare encoder or decoder).
         output_embedding: the name of the head that `get_output_embeddings` returns, if any.
         model_type: `config.model_type`, for PEFT's default targets.
+        embeddings: every `nn.Embedding` by its full name.
+        norms: every module of one weight `(K,)`, with or without a bias, by its full name.
+        input_embedding: the name of what `get_input_embeddings` returns, if any.
+        tied_head: whether the head's weight is the input embedding's.
+        name_or_path: `config._name_or_path`, empty where unknown.
     """
 
     layers: Mapping[str, TargetLayer]
@@ -41,11 +94,45 @@ class BaseFacts:
     task: str
     output_embedding: str | None
     model_type: str
+    embeddings: Mapping[str, TargetEmbedding] = field(default_factory=lambda: _NOTHING)
+    norms: Mapping[str, TargetNorm] = field(default_factory=lambda: _NOTHING)
+    input_embedding: str | None = None
+    tied_head: bool = False
+    name_or_path: str = ""
+
+    @property
+    def targets(self) -> Mapping[str, Target]:
+        """Linears, embeddings and norms by their full names."""
+        return {**self.layers, **self.embeddings, **self.norms}
 
     def with_refusals(self, refusals: Mapping[str, str]) -> BaseFacts:
-        """These facts, with the reasons why some linears cannot take a branch."""
-        layers = {
-            name: replace(layer, refusal=refusals.get(name, layer.refusal))
-            for name, layer in self.layers.items()
-        }
-        return replace(self, layers=layers)
+        """These facts, with the reasons why some modules cannot take an adapter."""
+        return replace(
+            self,
+            layers=_refuse(self.layers, refusals),
+            embeddings=_refuse(self.embeddings, refusals),
+            norms=_refuse(self.norms, refusals),
+        )
+
+
+def _refuse(targets: Mapping[str, _Kind], refusals: Mapping[str, str]) -> dict[str, _Kind]:
+    return {
+        name: replace(target, refusal=refusals.get(name, target.refusal))
+        for name, target in targets.items()
+    }
+
+
+class BaseWeights(Protocol):
+    """Where an adapter's lowering gets what it needs of the base's own weights.
+
+    Both are asked for a full name out of `BaseFacts` and may be asked more than once.
+    """
+
+    def weight(self, name: str) -> torch.Tensor:
+        """Of a linear `(N, K)`, dequantised, whatever its layout; of an embedding `(V, D)`; both
+        float32 on the CPU."""
+        ...
+
+    def bias(self, name: str) -> torch.Tensor | None:
+        """Of a linear `(N,)` float32 on the CPU; None where it has none."""
+        ...

@@ -1,142 +1,154 @@
-"""All checks of a LoRA adapter against a base model, from names, shapes and dtypes alone.
+"""All checks of an adapter against a base model, from names, shapes and dtypes alone.
 
-Reading a folder and taking an adapter out of a live `PeftModel` go through `plan_load`. Every check
-adds to one list of findings, so that one attempt tells everything.
+Reading a folder and taking an adapter out of a live `PeftModel` go through `plan_load`.  Every
+check adds to one list of findings, so that one attempt tells everything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
-from peft.utils.constants import (
-    INCLUDE_LINEAR_LAYERS_SHORTHAND,
-    SEQ_CLS_HEAD_NAMES,
-    TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING,
-)
-from peft.utils.other import get_pattern_key
+from peft.utils.constants import INCLUDE_LINEAR_LAYERS_SHORTHAND, SEQ_CLS_HEAD_NAMES
 
 from ..core.errors import AdapterCapacityError
-from .base import BaseFacts, TargetLayer
+from .base import BaseFacts, Target, TargetLayer
+from .config_file import ParsedConfig
 from .findings import Finding, damaged, listing, mismatch, unsupported
-from .lora_config import LoraConfigFile
-from .names import (
-    HalfName,
-    NameRule,
-    choose_rule,
-    common_prefix,
-    features_of,
-    parse_half,
-)
-from .weights import lora_scaling
-
-# safetensors' names of the dtypes that a branch can be computed in.
-SERVED_DTYPES = frozenset({"F32", "F16", "BF16"})
+from .identity import identity_notes
+from .names import NameParser, NameRule, PartName, choose_rule, common_prefix, features_of
+from .saved import SavedParts, TokenRows, find_saved
+from .shapes import check_dtypes, check_shapes
+from .tensor_file import TensorHeader
+from .tuners.base import Module, TunerType
+from .tuners.config import TunerConfig
 
 
 @dataclass(frozen=True)
-class TensorHeader:
-    """What a file says about a tensor before its bytes.
+class PlannedModule:
+    """What one module of the base gets from the file.
 
     Args:
-        name: the name in the file.
-        dtype: safetensors' name of the dtype ("F32", "BF16", "F8_E4M3").
-        shape: the sizes.
+        module: the module, with the headers of the type's own tensors.
+        whole: "weight" and "bias" of a module saved whole, to the names of their tensors.
+        copies: the same of a copy of the base's own.
+        tokens: trained rows.
     """
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
+    module: Module
+    whole: Mapping[str, str] = field(default_factory=dict)
+    copies: Mapping[str, str] = field(default_factory=dict)
+    tokens: TokenRows | None = None
 
-
-@dataclass(frozen=True)
-class PlannedLayer:
-    """Where one layer's weights lie in the file, and its scaling."""
-
-    a: str
-    b: str
-    scaling: float
+    @property
+    def target(self) -> Target:
+        """The base model's module."""
+        return self.module.target
 
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What to read: layers by their name in the base model, and notes for the listing."""
+    """What to read, and how to lower it.
 
-    layers: Mapping[str, PlannedLayer]
+    Args:
+        tuner: the PEFT type.
+        config: its served keys, with PEFT's defaults for this model.
+        modules: by their names in the base model.
+        shared: tensors that all modules share, by part, to their names in the file.
+        notes: for the listing.
+        max_rank: the rank the slots were sized for.
+    """
+
+    tuner: TunerType[Any]
+    config: TunerConfig
+    modules: Mapping[str, PlannedModule]
+    shared: Mapping[str, str]
     notes: tuple[str, ...]
+    max_rank: int
 
 
 @dataclass
 class _Check:
     """The state of one check; lives for one call of `plan_load`."""
 
-    config: LoraConfigFile
+    tuner: TunerType[Any]
+    config: TunerConfig
     base: BaseFacts
     headers: Mapping[str, TensorHeader]
     findings: list[Finding]
     notes: list[str] = field(default_factory=list)
     rule: NameRule = field(default_factory=NameRule)
 
-    def rank_of(self, layer: str) -> int:
-        key = get_pattern_key(list(self.config.rank_pattern), self.rule.to_adapter(layer))
-        return self.config.rank_pattern.get(key, self.config.r)
-
-    def scaling_of(self, layer: str) -> float:
-        key = get_pattern_key(list(self.config.alpha_pattern), self.rule.to_adapter(layer))
-        alpha = self.config.alpha_pattern.get(key, self.config.lora_alpha)
-        return lora_scaling(alpha, self.rank_of(layer), self.config.use_rslora)
+    def allowed(self) -> dict[str, Target]:
+        """The modules that the type may sit on."""
+        targets = self.base.targets
+        return {name: t for name, t in targets.items() if isinstance(t, self.tuner.targets)}
 
 
 def plan_load(
-    config: LoraConfigFile,
+    parsed: ParsedConfig,
     headers: Sequence[TensorHeader],
     base: BaseFacts,
     *,
     max_rank: int,
-    explained: Collection[str] = (),
 ) -> tuple[LoadPlan, list[Finding]]:
     """Check an adapter and say what to read.
 
     Args:
-        config: the served keys of its config.
+        parsed: its config; tensors of keys that are refused already are not reported again.
         headers: all tensors of its file.
         base: the model it is to be loaded on.
         max_rank: the rank the slots were sized for.
-        explained: config keys that are already refused; tensors of theirs are not reported again.
 
     Returns:
-        The plan and the findings. The plan may be used only if there are no findings.
+        The plan and the findings, those of the config included. The plan may be used only if there
+        are no findings.
     """
-    check = _Check(config, base, {header.name: header for header in headers}, [])
+    tuner = parsed.tuner
+    config, unresolved = tuner.resolved(parsed.config, base)
+    by_name = {header.name: header for header in headers}
+    check = _Check(tuner, config, base, by_name, [*parsed.findings, *unresolved])
+    check.notes += identity_notes(parsed.base_model, base)
     _check_task(check)
-    halves, others = _split(check)
-    _check_others(check, others, explained)
-    if not halves:
-        if not others:  # else it is known by now what the file holds instead
-            check.findings.append(damaged("the file holds no tensor"))
-        return LoadPlan({}, ()), check.findings
-    modules = {half.module for half in halves}
-    check.rule = choose_rule(modules, base.layers)
-    layers = _group(check, halves)
-    if not layers:
-        text = "no tensor names a linear of this model: "
-        prefix = common_prefix(modules)
-        text += f"all lie below {prefix!r}" if prefix else f"they name {listing(sorted(modules))}"
-        check.findings.append(mismatch(text))
-        return LoadPlan({}, ()), check.findings
-    targets = _select_targets(check)
-    _compare_targets(check, targets, layers)
-    _check_patterns(check, targets)
-    _check_layers(check, layers)
-    _check_capacity(check, targets | set(layers), max_rank)
-    plan = {
-        name: PlannedLayer(tensors["lora_A"], tensors["lora_B"], check.scaling_of(name))
-        for name, tensors in layers.items()
-        if len(tensors) == 2
+    parts, shared, others = _split(check)
+    check.rule = _choose_rule(check, parts)
+    modules = {} if unresolved else _group(check, parts)
+    saved = find_saved(tuner, config, base, check.rule, by_name, others, modules)
+    check.findings += saved.findings
+    check.notes += saved.notes
+    _check_others(check, saved.leftover, parsed.refused)
+    if parts and not modules and not unresolved:
+        _nothing_matches(check, parts)
+    elif modules:
+        _check_modules(check, modules, shared, max_rank)
+    elif not headers:
+        check.findings.append(damaged("the file holds no tensor"))
+    elif not saved.modules and not others:
+        check.findings.append(damaged("the file holds no tensor of a module"))
+    check_dtypes(headers, check.findings)
+    _check_token_capacity(check, saved, max_rank)
+    planned = _planned(check, modules, saved)
+    plan = LoadPlan(tuner, config, planned, shared, tuple(check.notes), max_rank)
+    return plan, check.findings
+
+
+def _planned(
+    check: _Check, modules: Mapping[str, Module], saved: SavedParts
+) -> dict[str, PlannedModule]:
+    targets = check.base.targets
+    names = [name for name in targets if name in modules or name in saved.modules]
+    return {
+        name: PlannedModule(
+            modules.get(name) or Module(targets[name], check.rule.to_adapter(name)),
+            saved.whole.get(name, {}),
+            saved.copies.get(name, {}),
+            saved.tokens.get(name),
+        )
+        for name in names
     }
-    return LoadPlan(plan, tuple(check.notes)), check.findings
 
 
 def _check_task(check: _Check) -> None:
@@ -146,23 +158,37 @@ def _check_task(check: _Check) -> None:
         check.findings.append(mismatch(text, f"load it on a model for {task}"))
 
 
-def _split(check: _Check) -> tuple[list[HalfName], list[str]]:
-    halves, others = [], []
+def _split(check: _Check) -> tuple[list[PartName], dict[str, str], list[str]]:
+    """The tensors of modules, the shared ones by part, and all others."""
+    parser = NameParser(check.tuner.parts(check.config), check.tuner.shared(check.config))
+    parts, shared, others = [], {}, []
+    adapters: set[str | None] = set()
     for name in check.headers:
-        half = parse_half(name)
-        if half is None:
+        part = parser.parse(name)
+        if part is None:
             others.append(name)
+            continue
+        adapters.add(part.adapter)
+        if part.module:
+            parts.append(part)
+        elif part.part in shared:
+            text = f"two tensors {part.part}: {shared[part.part]!r} and {name!r}"
+            check.findings.append(damaged(text))
         else:
-            halves.append(half)
-    adapters = {half.adapter for half in halves}
+            shared[part.part] = name
     if len(adapters) > 1:
         found = listing(sorted(name or "(none)" for name in adapters))
         check.findings.append(damaged(f"tensors of more than one adapter in the file: {found}"))
     elif adapters and (only := adapters.pop()) is not None:
         check.notes.append(f"tensor names carry the adapter name {only!r}")
-    if any(not half.prefixed for half in halves):
+    if any(not part.prefixed for part in parts):
         check.notes.append("tensor names without PEFT's prefix 'base_model.model.'")
-    return halves, others
+    return parts, shared, others
+
+
+def _choose_rule(check: _Check, parts: Sequence[PartName]) -> NameRule:
+    modules = {part.module for part in parts}
+    return choose_rule(modules, check.allowed())
 
 
 def _check_others(check: _Check, others: Sequence[str], explained: Collection[str]) -> None:
@@ -174,45 +200,74 @@ def _check_others(check: _Check, others: Sequence[str], explained: Collection[st
         check.findings.append(unsupported(text, remedy))
 
 
-def _group(check: _Check, halves: Sequence[HalfName]) -> dict[str, dict[str, str]]:
-    """Tensor names by base layer and half; what names no layer becomes a finding."""
-    layers: dict[str, dict[str, str]] = {}
-    strangers = []
-    for half in halves:
-        name = check.rule.to_base(half.module)
-        if name not in check.base.layers:
-            strangers.append(half)
+def _nothing_matches(check: _Check, parts: Sequence[PartName]) -> None:
+    modules = {part.module for part in parts}
+    prefix = common_prefix(modules)
+    text = f"no tensor names a {check.tuner.kinds} of this model: "
+    text += f"all lie below {prefix!r}" if prefix else f"they name {listing(sorted(modules))}"
+    check.findings.append(mismatch(text))
+
+
+def _group(check: _Check, parts: Sequence[PartName]) -> dict[str, Module]:
+    """Modules with their headers; what names none that the type may sit on becomes a finding."""
+    allowed = check.allowed()
+    found: dict[str, dict[str, TensorHeader]] = {}
+    aliases, strangers = {}, []
+    for part in parts:
+        name = check.rule.to_base(part.module)
+        if name not in allowed:
+            strangers.append(part)
             continue
-        tensors = layers.setdefault(name, {})
-        if half.half in tensors:
-            text = f"layer {name!r} has two tensors {half.half}: {tensors[half.half]!r} and "
-            check.findings.append(damaged(text + repr(half.tensor)))
-        tensors[half.half] = half.tensor
-    if layers:
+        headers = found.setdefault(name, {})
+        aliases[name] = check.rule.to_adapter(name)
+        if part.part in headers:
+            text = f"layer {name!r} has two tensors {part.part}: {headers[part.part].name!r} and "
+            check.findings.append(damaged(text + repr(part.tensor)))
+        headers[part.part] = check.headers[part.tensor]
+    if found:
         _check_strangers(check, strangers)
         if check.rule.note is not None:
             check.notes.append(check.rule.note)
-    return layers
+    return {name: Module(allowed[name], aliases[name], headers) for name, headers in found.items()}
 
 
-def _check_strangers(check: _Check, strangers: Sequence[HalfName]) -> None:
+def _check_strangers(check: _Check, strangers: Sequence[PartName]) -> None:
     modules = set(check.base.modules)
     for in_model, why in (
-        (True, "they name modules that are no linear"),
+        (True, f"they name modules that are no {check.tuner.kinds}"),
         (False, "they name no module of the model"),
     ):
         names = [
-            half.tensor
-            for half in strangers
-            if (check.rule.to_base(half.module) in modules) is in_model
+            part.tensor
+            for part in strangers
+            if (check.rule.to_base(part.module) in modules) is in_model
         ]
         if names:
             text = f"tensors that would not be used, because {why}: {listing(names)}"
             check.findings.append(mismatch(text))
 
 
+def _check_modules(
+    check: _Check, modules: Mapping[str, Module], shared: Mapping[str, str], max_rank: int
+) -> None:
+    targets = _select_targets(check)
+    _compare_targets(check, targets, modules)
+    _check_patterns(check, targets)
+    for name, module in modules.items():
+        if module.target.refusal is not None:
+            text = f"layer {name!r} cannot take a branch: {module.target.refusal}"
+            check.findings.append(unsupported(text, "train the adapter without this layer"))
+    check_shapes(check.tuner, check.config, modules, shared, check.headers, check.findings)
+    ranks = [check.tuner.rank(check.config, module) for module in modules.values()]
+    allowed = check.allowed()
+    for name in targets - modules.keys():
+        bare = Module(allowed[name], check.rule.to_adapter(name))
+        ranks.append(check.tuner.rank(check.config, bare))
+    _check_capacity(check, max(ranks), max_rank)
+
+
 def _select_targets(check: _Check) -> set[str]:
-    """The layers that PEFT would give an adapter of this config; others become findings."""
+    """The modules that PEFT would give an adapter of this config; others become findings."""
     targets = _target_modules(check)
     if targets is None:
         return set()
@@ -223,29 +278,28 @@ def _select_targets(check: _Check) -> set[str]:
         exclude_modules=config.exclude_modules,
         layers_to_transform=config.layers_to_transform,
         layers_pattern=config.layers_pattern,
+        modules_to_save=config.modules_to_save,
     )
 
     def selected(name: str) -> bool:
         return bool(check_target_module_exists(selection, check.rule.to_adapter(name)))
 
-    layers = {name for name in check.base.layers if selected(name)}
-    others = [
-        name
-        for name in check.base.modules
-        if name and name not in check.base.layers and selected(name)
-    ]
+    allowed = check.allowed()
+    modules = {name for name in allowed if selected(name)}
+    others = [n for n in check.base.modules if n and n not in allowed and selected(n)]
     if others:
-        text = f"target_modules also selects what is no linear: {listing(others)}"
-        check.findings.append(unsupported(text, "train the adapter on linears only"))
+        kinds = check.tuner.kinds
+        text = f"target_modules also selects what is no {kinds}: {listing(others)}"
+        check.findings.append(unsupported(text, f"train the adapter on {kinds}s only"))
     if isinstance(config.target_modules, list):
         _note_unmatched(check, config.target_modules)
-    return layers
+    return modules
 
 
 def _note_unmatched(check: _Check, entries: Sequence[str]) -> None:
     # PEFT accepts these, and lists made for several models are common. The tensors are compared
     # with what is selected, so nothing can be missed by it.
-    names = [check.rule.to_adapter(name) for name in check.base.layers]
+    names = [check.rule.to_adapter(name) for name in check.allowed()]
     unmatched = [
         entry
         for entry in entries
@@ -259,13 +313,13 @@ def _target_modules(check: _Check) -> list[str] | str | None:
     """`target_modules` with "all-linear" and null resolved as PEFT does it."""
     targets = check.config.target_modules
     if targets is None:
-        table = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-        targets = table.get(check.base.model_type)
-        if targets is None:
+        default = check.tuner.default_targets(check.base)
+        if default is None:
             kind = check.base.model_type
             text = f"target_modules is null and PEFT has no default for models of type {kind!r}"
             check.findings.append(unsupported(text, "name the targets in adapter_config.json"))
             return None
+        targets = default if isinstance(default, str) else list(default)
     if isinstance(targets, str) and targets.lower() == INCLUDE_LINEAR_LAYERS_SHORTHAND:
         head = _head(check)
         return [check.rule.to_adapter(name) for name in check.base.layers if name != head]
@@ -281,7 +335,7 @@ def _head(check: _Check) -> str | None:
 
 
 def _compare_targets(check: _Check, targets: set[str], layers: Collection[str]) -> None:
-    missing = [name for name in check.base.layers if name in targets and name not in layers]
+    missing = [name for name in check.base.targets if name in targets and name not in layers]
     if missing:
         text = f"the config targets layers for which the file has no tensors: {listing(missing)}"
         check.findings.append(mismatch(text))
@@ -293,11 +347,12 @@ def _compare_targets(check: _Check, targets: set[str], layers: Collection[str]) 
 
 def _check_patterns(check: _Check, targets: Collection[str]) -> None:
     names = [check.rule.to_adapter(name) for name in targets]
-    for key in ("rank_pattern", "alpha_pattern"):
-        patterns = list(getattr(check.config, key))
-        in_effect = {get_pattern_key(patterns, name) for name in names}
+    for key, entries in check.config.patterns.items():
+        patterns = list(entries)
+        key_of = check.tuner.pattern_key
+        in_effect = {key_of(patterns, name) for name in names}
         for pattern in patterns:
-            if not any(get_pattern_key([pattern], name) == pattern for name in names):
+            if not any(key_of([pattern], name) == pattern for name in names):
                 text = f"the {key} entry {pattern!r} matches no target"
                 check.findings.append(mismatch(text, f"correct or remove the {key} entry"))
             elif pattern not in in_effect:
@@ -305,51 +360,17 @@ def _check_patterns(check: _Check, targets: Collection[str]) -> None:
                 check.notes.append(note)
 
 
-def _check_layers(check: _Check, layers: Mapping[str, Mapping[str, str]]) -> None:
-    dtypes: dict[str, list[str]] = {}
-    for name, tensors in layers.items():
-        layer = check.base.layers[name]
-        if layer.refusal is not None:
-            text = f"layer {name!r} cannot take a branch: {layer.refusal}"
-            check.findings.append(unsupported(text, "train the adapter without this layer"))
-        for half in ("lora_A", "lora_B"):
-            if half not in tensors:
-                text = f"layer {name!r} has no {half}"
-                check.findings.append(damaged(text, "the file is incomplete: save it again"))
-                continue
-            header = check.headers[tensors[half]]
-            if header.dtype not in SERVED_DTYPES:
-                dtypes.setdefault(header.dtype, []).append(header.name)
-            _check_shape(check, layer, half, header)
-    for dtype, names in dtypes.items():
-        kind = f"{dtype} (float8)" if dtype.startswith("F8") else dtype
-        text = f"tensors stored as {kind}: {listing(names)}"
-        remedy = "save the adapter in float32, float16 or bfloat16"
-        check.findings.append(unsupported(text, remedy))
+def _check_token_capacity(check: _Check, saved: SavedParts, max_rank: int) -> None:
+    # On a linear the trained rows are a product of as many ranks.
+    counts = [
+        len(rows.ids)
+        for name, rows in saved.tokens.items()
+        if isinstance(check.base.targets.get(name), TargetLayer)
+    ]
+    _check_capacity(check, max(counts, default=0), max_rank)
 
 
-def _check_shape(check: _Check, layer: TargetLayer, half: str, header: TensorHeader) -> None:
-    where = f"layer {layer.name!r}: {half}"
-    if len(header.shape) != 2:
-        text = f"{where} has {len(header.shape)} dimensions {list(header.shape)} instead of 2"
-        check.findings.append(damaged(text, "save the adapter with all shards gathered"))
-        return
-    if half == "lora_A":
-        (rank, size), end, features = header.shape, "inputs", layer.in_features
-    else:
-        (size, rank), end, features = header.shape, "outputs", layer.out_features
-    if size != features:
-        text = f"{where} is for {size} {end} but the layer has {features}"
-        check.findings.append(mismatch(text))
-    expected = check.rank_of(layer.name)
-    if rank != expected:
-        text = f"{where} has rank {rank} but the config says {expected}"
-        remedy = "use the adapter_config.json that was saved with these tensors"
-        check.findings.append(damaged(text, remedy))
-
-
-def _check_capacity(check: _Check, layers: Collection[str], max_rank: int) -> None:
-    rank = max(check.rank_of(name) for name in layers)
+def _check_capacity(check: _Check, rank: int, max_rank: int) -> None:
     if rank > max_rank:
         text = f"adapter has rank {rank} but slots were sized for {max_rank}"
         remedy = f"wrap with max_lora_rank={rank} (command line: --max-lora-rank {rank})"

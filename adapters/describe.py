@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
 from ..core.errors import AdapterError
-from .base import BaseFacts, TargetLayer
-from .check import TensorHeader
-from .lora_config import LoraConfigFile, ParsedConfig, parse_lora_config
-from .names import HalfName, parse_half
-from .read import assemble, checked_plan, open_tensors, read_raw_config
-from .tensor_file import TensorFile
+from .assemble import assemble, base_need
+from .base import BaseFacts, TargetEmbedding, TargetLayer
+from .config_file import ParsedConfig, parse_config
+from .findings import raise_findings
+from .names import NameParser
+from .pickle_file import PickleFile
+from .read import checked_plan, open_tensors, read_raw_config
+from .tensor_file import TensorFile, TensorHeader
 from .weights import AdapterWeights
 
 # No slots, no limit: above every rank that a config may name.
@@ -54,13 +56,14 @@ class AdapterSummary(_Part):
         alpha: the config's `lora_alpha`, before patterns.
         targets: the config's `target_modules`: names, or one pattern; empty where PEFT's default
             for the base model counts.
-        layers: those found in the tensors; empty where something is wrong.
-        modules: names of all modules that tensors of a LoRA branch lie below.
+        layers: those with a low-rank product; empty where something is wrong, or where it takes the
+            base model to tell.
+        modules: names of all modules that the type's tensors lie below.
         dtypes: safetensors' names of the tensors' dtypes.
         parameters: how many numbers the tensors hold.
         nbytes: size of the tensor file.
         digest: SHA-256 of what the adapter computes on a model that names its layers as the
-            adapter does; None where something is wrong.
+            adapter does; None where something is wrong, or where it takes the base model to tell.
         notes: what a listing says.
         problem: why no model can load it; None where one can.
     """
@@ -86,54 +89,108 @@ def describe_adapter(path: str | Path) -> AdapterSummary:
 
     Raises:
         AdapterNotFoundError: there is no such folder.
-        AdapterFormatError: config or tensors are missing, or no JSON and no safetensors file.
-        AdapterUnsupportedError: the tensors are pickled.
+        AdapterFormatError: config or tensors are missing, no JSON, no safetensors file, or a pickle
+            of more than tensors.
     """
     folder, subject = Path(path), f"adapter {os.fspath(path)!r}"
     raw = read_raw_config(folder, subject)
     with open_tensors(folder, subject) as file:
-        weights, problem = None, None
+        modules = _modules(_LORA, file.headers)
+        told, problem = _Told(), None
         try:
-            weights = _weights(raw, file, subject)
+            parsed = parse_config(raw, subject)
+            modules = _modules(
+                NameParser(parsed.tuner.parts(parsed.config), parsed.tuner.shared(parsed.config)),
+                file.headers,
+            )
+            told = _told(parsed, modules, file, subject)
         except AdapterError as error:
             problem = str(error)
-        return _summary(raw, file, weights, problem)
+        return _summary(raw, file, tuple(modules), told, problem)
 
 
-def _weights(raw: dict[str, Any], file: TensorFile, subject: str) -> AdapterWeights:
-    parsed = parse_lora_config(raw, subject)
-    facts = _own_facts(parsed.config, file.headers)
+# Of a config that cannot be read, what it would most likely be of.
+_LORA = NameParser({"lora_A": "lora_A.weight", "lora_B": "lora_B.weight"})
+_Modules = Mapping[str, Mapping[str, TensorHeader]]
+
+
+class _Told(NamedTuple):
+    """What the files tell without a base model."""
+
+    weights: AdapterWeights | None = None
+    notes: tuple[str, ...] = ()
+
+
+def _modules(parser: NameParser, headers: Sequence[TensorHeader]) -> _Modules:
+    found: dict[str, dict[str, TensorHeader]] = {}
+    for header in headers:
+        part = parser.parse(header.name)
+        if part is not None and part.module:
+            found.setdefault(part.module, {})[part.part] = header
+    return found
+
+
+def _told(
+    parsed: ParsedConfig, modules: _Modules, file: TensorFile | PickleFile, subject: str
+) -> _Told:
+    facts = None if _is_mixed(parsed, file.headers) else _own_facts(parsed, modules)
+    if facts is None:
+        raise_findings(subject, parsed.findings)
+        return _Told(notes=("its tensors are checked on a model only",))
     if parsed.config.target_modules is None:
         # PEFT's default goes by the base model's type, which is not known here.
-        config = parsed.config.model_copy(update={"target_modules": list(facts.layers)})
-        parsed = ParsedConfig(config, parsed.findings, parsed.refused)
+        config = parsed.config.model_copy(update={"target_modules": list(facts.targets)})
+        parsed = parsed._replace(config=config)
     plan = checked_plan(parsed, file.headers, facts, max_rank=_ANY_RANK, subject=subject)
-    return assemble(plan, file.read, source=subject, subject=subject)
+    need = base_need(plan)
+    if need is not None:
+        return _Told(notes=(*plan.notes, f"{need} is computed with the weights of the base model"))
+    weights = assemble(plan, file.read, source=subject, subject=subject)
+    return _Told(weights, weights.notes)
 
 
-def _own_facts(config: LoraConfigFile, headers: Sequence[TensorHeader]) -> BaseFacts:
-    """A base model that has the layers which the tensors are of, and nothing else."""
-    sizes: dict[str, dict[str, int]] = {}
-    for half, header in _halves(headers):
-        # The outer size of each half; what is no matrix is refused before it counts.
-        outer = header.shape[-1:] if half.half == "lora_A" else header.shape[:1]
-        sizes.setdefault(half.module, {})[half.half] = outer[0] if outer else 0
-    layers = {
-        name: TargetLayer(name, found.get("lora_A", 0), found.get("lora_B", 0))
-        for name, found in sizes.items()
-    }
-    return BaseFacts(layers, tuple(layers), config.task_type or "", None, "")
+def _is_mixed(parsed: ParsedConfig, headers: Sequence[TensorHeader]) -> bool:
+    """Whether it holds more than its type's own tensors, which do not tell what they are of."""
+    config = parsed.config
+    rows = config.trainable_token_indices is not None or not parsed.tuner.selects_targets
+    copies = any(".base_layer." in header.name for header in headers)
+    return rows or copies or bool(config.modules_to_save)
 
 
-def _halves(headers: Sequence[TensorHeader]) -> list[tuple[HalfName, TensorHeader]]:
-    halves = [(parse_half(header.name), header) for header in headers]
-    return [(half, header) for half, header in halves if half is not None]
+def _own_facts(parsed: ParsedConfig, found: _Modules) -> BaseFacts | None:
+    """A base model that has the modules which the tensors are of, and nothing else.
+
+    None where the tensors tell too little of them.
+    """
+    layers, embeddings = {}, {}
+    for name, parts in found.items():
+        if table := _table(parts):
+            embeddings[name] = TargetEmbedding(name, *table)
+            continue
+        sizes = parsed.tuner.sizes(parsed.config, parts)
+        if sizes is None:
+            return None
+        layers[name] = TargetLayer(name, *sizes)
+    task = parsed.config.task_type or ""
+    return BaseFacts(layers, (*layers, *embeddings), task, None, "", embeddings)
+
+
+def _table(parts: Mapping[str, TensorHeader]) -> tuple[int, int] | None:
+    """V and D of an embedding with a LoRA on it; None for any other module."""
+    a, b = parts.get("lora_embedding_A"), parts.get("lora_embedding_B")
+    if a is None and b is None:
+        return None
+    return (a.shape[-1] if a and a.shape else 0), (b.shape[0] if b and b.shape else 0)
 
 
 def _summary(
-    raw: dict[str, Any], file: TensorFile, weights: AdapterWeights | None, problem: str | None
+    raw: dict[str, Any],
+    file: TensorFile | PickleFile,
+    modules: tuple[str, ...],
+    told: _Told,
+    problem: str | None,
 ) -> AdapterSummary:
-    headers = file.headers
+    headers, weights = file.headers, told.weights
     layers = () if weights is None else _layers(weights)
     return AdapterSummary(
         peft_type=_field(raw, "peft_type", str),
@@ -143,12 +200,12 @@ def _summary(
         alpha=_field(raw, "lora_alpha", int, float),
         targets=_targets(raw),
         layers=layers,
-        modules=tuple(dict.fromkeys(half.module for half, _ in _halves(headers))),
+        modules=modules,
         dtypes=tuple(dict.fromkeys(header.dtype for header in headers)),
         parameters=sum(math.prod(header.shape) for header in headers),
         nbytes=file.nbytes,
         digest=None if weights is None else weights.digest,
-        notes=() if weights is None else weights.notes,
+        notes=told.notes,
         problem=problem,
     )
 

@@ -1,51 +1,53 @@
-"""The adapter manager: load, swap, unload and list, while batches run.
+"""The adapter manager: names for contents, from loading to the last batch, while batches run.
 
-A loaded adapter is a *version*: an identity of its own, a slot, and a count of the batches that
-use it.  A name points at one version.  A swap points the name at a new version in another slot;
-batches in flight finish on the one they started with, and its slot is emptied when the last of
-them ends.  One slot more than `max_loras` exists, so that a swap never has to wait for itself.
+What lies where is the store's matter (`store.py`); here are the names.  A name points at one
+content, and several may point at the same.  A swap points the name at another content; batches in
+flight finish on the one they started with.
 """
 
 from __future__ import annotations
 
-import threading
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from ..core.errors import (
-    AdapterCapacityError,
-    AdapterExistsError,
-    AdapterNotFoundError,
-    BatchError,
-    ConfigError,
-)
-from ..linear.batch import Batch, BatchPlan, active_batch, batch_scope
-from ..linear.registry import Holder, LayerRegistry
-from .base import BaseFacts
-from .branch import LayerBranch, check_range
+from ..core.errors import AdapterBusyError, AdapterNotFoundError, ConfigError
+from ..linear.batch import Batch, BatchPlan
+from ..linear.registry import LayerRegistry
+from .aliases import BASE_NAME, AliasTable
+from .base import BaseFacts, BaseWeights
 from .read import read_adapter
-from .slots import SlotClasses
-from .version import AdapterInfo, Version
+from .ready import ReadyBatches, RowName, RowsBlock
+from .sources import AdapterResolver, AdapterSource, SourceReader
+from .store import VersionStore
+from .tiers.disk import DiskTier, SourceFolders
+from .tiers.limits import TierLimits
+from .version import AdapterInfo, AdapterMemory, Version
 from .weights import AdapterWeights
 
-#: PEFT's name for "no adapter" in a list of adapter names.
-BASE_NAME = "__base__"
+__all__ = ["BASE_NAME", "AdapterManager", "AdapterMemory"]
+
+AnySource = str | os.PathLike[str] | AdapterSource
 
 
 class AdapterManager:
     """The adapters of one served model.
 
     Args:
-        registry: its layers.
+        registry: its places that take adapters.
         base: what reading checks an adapter against.
-        max_loras: how many adapters fit; 0 switches adapters off.
-        max_lora_rank: the highest rank that fits.
+        limits: how many adapters fit the device and host memory.
         dtype: of the slots.
         device: of the slots.
-        plan: makes (or finds) the plan for the adapters of a batch.
+        plan: makes (or finds) the plan for the adapters of a batch, and whether it has mixtures.
+        folders: makes local folders of sources; None for `SourceReader()`.
+        resolver: gives the source of a name that rows use and nobody registered; None for none.
+        base_weights: the base model's, for adapters that cannot be read without them.
     """
 
     def __init__(
@@ -53,181 +55,295 @@ class AdapterManager:
         registry: LayerRegistry,
         base: BaseFacts,
         *,
-        max_loras: int,
-        max_lora_rank: int,
+        limits: TierLimits,
         dtype: torch.dtype,
         device: torch.device,
-        plan: Callable[[Mapping[int, str]], BatchPlan],
+        plan: Callable[[Mapping[int, str], bool], BatchPlan],
+        folders: SourceFolders | None = None,
+        resolver: AdapterResolver | None = None,
+        base_weights: BaseWeights | None = None,
     ) -> None:
         self._registry = registry
         self._base = base
-        self._max_loras = max_loras
-        self._max_rank = max_lora_rank
-        self._dtype = dtype
-        self._device = device
+        self._base_weights = base_weights
         self._plan = plan
-        self._versions: dict[str, Version] = {}
-        self._lock = threading.RLock()
-        self._open = 0
-        self._closed = False
-        self._slots = SlotClasses.of({max_lora_rank: max_loras + 1 if max_loras else 0})
-        self._free = list(range(len(self._slots)))
-        self._stacks: dict[str, LayerBranch] = {}
-        self._held = torch.zeros(len(registry), len(self._slots), dtype=torch.bool, device=device)
+        disk = DiskTier(folders or SourceReader(), self._read)
+        self._store = VersionStore(registry, disk, limits, dtype, device)
+        self._aliases = AliasTable(self._store, resolver)
+        self._batches = ReadyBatches(registry, self._aliases, self._store, plan, device)
+        self._prefetcher: ThreadPoolExecutor | None = None
+
+    @property
+    def resolver(self) -> AdapterResolver | None:
+        """Gives the source of a name that is used and unknown; may be set at any time."""
+        return self._aliases.resolver
+
+    @resolver.setter
+    def resolver(self, resolver: AdapterResolver | None) -> None:
+        self._aliases.resolver = resolver
 
     # --- life cycle -----------------------------------------------------------------------------
 
-    def load(self, name: str, path: str | Path) -> AdapterInfo:
-        """Load the PEFT folder `path` under `name`; all or nothing (I8).
+    def load(self, name: str, source: AnySource) -> AdapterInfo:
+        """Read the adapter at `source` and serve it as `name`; all or nothing (I8).
+
+        It takes a slot where one is free; if not, the first batch that uses it gives it one.
+        A content that is loaded already, under whatever name, is shared and not kept twice.
+
+        Args:
+            name: what rows call it.
+            source: a PEFT folder, or what `AdapterSource.parse` reads.
 
         Raises:
             AdapterExistsError: the name is taken.
-            AdapterNotFoundError: no such folder.
-            AdapterFormatError, AdapterUnsupportedError, AdapterMismatchError: see `read_adapter`
-                and `check_range`.
-            AdapterCapacityError: no slot is free, or the rank is higher than the slots.
+            AdapterNotFoundError: nothing lies there.
+            AdapterSourceError, AdapterFormatError, AdapterUnsupportedError, AdapterMismatchError:
+                see `SourceReader.resolve`, `read_adapter` and `check_range`.
+            AdapterCapacityError: its rank is higher than that of any slot, or there are none.
         """
-        with self._lock:
-            self._check_can_load(name)
-        return self.install(name, self._read(path))
+        parsed = AdapterSource.parse(source)
+        return self._aliases.load(name, parsed, lambda: self._store.disk.read(parsed))
 
     def install(self, name: str, weights: AdapterWeights) -> AdapterInfo:
-        """Load weights that are in memory already under `name`.
+        """Serve weights that are in memory; having no source, they stay in host memory.
+
+        Args:
+            name: what rows call them.
+            weights: checked against the base model.
 
         Raises:
             AdapterExistsError: the name is taken.
-            AdapterCapacityError: no slot is free.
+            AdapterUnsupportedError: see `check_range`.
+            AdapterCapacityError: as in `load`, or no room in host memory.
         """
-        check_range(name, weights, self._dtype)
-        with self._changing():
-            self._check_can_load(name)
-            version = self._enter(name, weights)
-            self._publish(added=version, removed=None, reason=f"adapter '{name}' was loaded")
-            self._versions[name] = version
-            return version.info()
+        return self._aliases.load(name, None, lambda: weights)
 
-    def swap(self, name: str, path: str | Path) -> AdapterInfo:
-        """Point `name` at new weights; batches in flight finish on the old ones.
+    def register(self, name: str, source: AnySource) -> AdapterInfo:
+        """Serve what lies at `source` as `name`; it is read and checked at its first use.
+
+        Args:
+            name: what rows call it.
+            source: as in `load`.
 
         Raises:
-            AdapterNotFoundError: the name, or the folder, is unknown.
-            AdapterFormatError, AdapterUnsupportedError, AdapterMismatchError: see `read_adapter`
-                and `check_range`.
-            AdapterCapacityError: the rank is higher than the slots, or every spare slot still
-                serves a batch in flight.
+            AdapterExistsError: the name is taken.
+            AdapterSourceError: `source` is no source.
+            AdapterCapacityError: there are no slots.
         """
-        with self._lock:
-            self._version(name)
-        weights = self._read(path)
-        check_range(name, weights, self._dtype)
-        with self._changing():
-            old = self._version(name)
-            new = self._enter(name, weights)
-            self._publish(added=new, removed=old, reason=f"adapter '{name}' was swapped")
-            self._versions[name] = new
-            return new.info()
+        parsed = AdapterSource.parse(source)
+        return self._aliases.register(name, parsed).info()
 
-    def unload(self, name: str) -> None:
-        """Forget `name` at once; its slot is emptied when no batch uses it any more.
+    def swap(self, name: str, source: AnySource) -> AdapterInfo:
+        """Point `name` at what lies at `source`; batches in flight finish on the old version.
+
+        Args:
+            name: in use already.
+            source: as in `load`.
+
+        Raises:
+            AdapterNotFoundError: the name is unknown, or nothing lies there.
+            AdapterSourceError, AdapterFormatError, AdapterUnsupportedError, AdapterMismatchError,
+            AdapterCapacityError: as in `load`.
+        """
+        parsed = AdapterSource.parse(source)
+        alias = self._aliases.settled(name)
+        weights = self._store.disk.read(parsed)
+        return self._aliases.publish(alias, weights, parsed, f"adapter '{name}' was swapped")
+
+    def reload(self, name: str) -> AdapterInfo:
+        """Read the source of `name` again, and take what lies there now; mends a broken adapter.
+
+        Raises:
+            AdapterNotFoundError: the name is unknown, or nothing lies there.
+            ConfigError: it has no source.
+            AdapterSourceError, AdapterFormatError, AdapterUnsupportedError, AdapterMismatchError,
+            AdapterCapacityError: as in `load`.
+        """
+        source = self._aliases.settled(name).source
+        if source is None:
+            raise ConfigError(
+                f"adapter '{name}'", "came from memory, not from a source", "unload it instead"
+            )
+        return self.swap(name, source)
+
+    def unload(self, name: str, timeout: float | None = None) -> None:
+        """Forget `name` at once; its memory is free when no batch uses it any more.
+
+        Args:
+            name: to forget; other names of the same content stay.
+            timeout: seconds to wait for those batches; None does not wait.
+
+        Raises:
+            AdapterNotFoundError: the name is unknown.
+            AdapterBusyError: batches still use it after `timeout`; the name is forgotten all the
+                same, and the memory freed when they end.
+        """
+        with self._store.changed:
+            self.refuse_if_closed()
+            alias = self._aliases.forget(name)
+            version = alias.version
+            if timeout is None or version is None:
+                return
+            if not self._store.changed.wait_for(lambda: not version.drains, timeout):
+                raise AdapterBusyError(
+                    f"adapter '{name}'",
+                    f"{version.batches} batches in flight still use it after {timeout:g} s",
+                    "its memory is freed when they end; wait longer, or end them (a rows() block "
+                    "of this thread counts too)",
+                )
+
+    def pin(self, name: str) -> AdapterInfo:
+        """Keep `name` where it lies, in a slot or in host memory, until `unpin`.
+
+        One that lies on disk is brought to host memory first.
+
+        Raises:
+            AdapterNotFoundError: the name is unknown.
+            AdapterCapacityError: what is pinned already leaves no room in host memory.
+            AdapterError: it is broken, or cannot be read; see `rows`.
+        """
+        with self._held(name) as version, self._store.lock:
+            alias = self._aliases.known(name)
+            self._store.host.check_can_keep(version)
+            alias.pinned = True
+            self._store.follow(version)
+            return alias.info()
+
+    def unpin(self, name: str) -> AdapterInfo:
+        """Let `name` be evicted again.
 
         Raises:
             AdapterNotFoundError: the name is unknown.
         """
-        with self._changing():
-            version = self._version(name)
-            self._publish(added=None, removed=version, reason=f"adapter '{name}' was unloaded")
-            del self._versions[name]
+        return self._change(name, pinned=False)
 
-    def list(self) -> tuple[AdapterInfo, ...]:
-        """Every loaded adapter, in the order of loading."""
-        with self._lock:
-            return tuple(version.info() for version in self._versions.values())
+    def set_priority(self, name: str, priority: int) -> AdapterInfo:
+        """Set what the eviction policy "priority" goes by; the default is 0.
 
-    def live(self, names: Iterable[str]) -> dict[int, str]:
-        """Identities of the loaded versions behind `names`, for the planner.
+        Raises:
+            AdapterNotFoundError: the name is unknown.
+        """
+        return self._change(name, priority=priority)
+
+    def prefetch(self, names: Iterable[str]) -> tuple[Future[AdapterInfo], ...]:
+        """Bring adapters to host memory, and into free slots, on a thread beside the batches.
+
+        Returns:
+            by name, what tells when it is there; or raises what `rows` would.
 
         Raises:
             AdapterNotFoundError: a name is unknown.
         """
-        with self._lock:
-            return {self._version(name).key: name for name in names}
+        wanted = tuple(dict.fromkeys(names))
+        for name in wanted:
+            self._aliases.resolve(name)
+        with self._store.lock:
+            self.refuse_if_closed()
+            if self._prefetcher is None:
+                self._prefetcher = ThreadPoolExecutor(1, "branchline-prefetch")
+            return tuple(self._prefetcher.submit(self._fetch, name) for name in wanted)
+
+    # --- listing --------------------------------------------------------------------------------
+
+    def list(self) -> tuple[AdapterInfo, ...]:
+        """Every adapter that has a name, in the order of loading."""
+        with self._store.lock:
+            aliases = self._aliases.all()
+        infos = []
+        for alias in aliases:
+            # One by one: a batch must not wait for thousands of lines.
+            with self._store.lock:
+                infos.append(alias.info())
+        return tuple(infos)
+
+    def info(self, name: str) -> AdapterInfo:
+        """One line of the listing.
+
+        Raises:
+            AdapterNotFoundError: the name is unknown.
+        """
+        with self._store.lock:
+            return self._aliases.known(name).info()
+
+    def config(self, name: str) -> Mapping[str, Any]:
+        """The decoded adapter_config.json of a name's content, as the first of its names had it.
+
+        Raises:
+            AdapterNotFoundError: the name is unknown, or was not read yet.
+        """
+        with self._store.lock:
+            version = self._aliases.known(name).version
+            if version is None:
+                raise AdapterNotFoundError(
+                    f"adapter '{name}'", "has not been read yet", "use it, or prefetch it"
+                )
+            return version.config
+
+    def draining(self) -> tuple[AdapterInfo, ...]:
+        """Versions that no name points at any more, and batches still use."""
+        with self._store.lock:
+            drained = sorted(self._store.draining, key=lambda version: version.key)
+            return tuple(v.info(v.last_alias) for v in drained if v.last_alias is not None)
+
+    def memory(self) -> AdapterMemory:
+        """What adapters take on the device and in host memory."""
+        store = self._store
+        with store.lock:
+            return AdapterMemory(
+                store.device.nbytes,
+                store.host.nbytes,
+                store.host.count,
+                len(store.device.slots),
+                store.device.occupied,
+            )
+
+    def live(self, names: Iterable[str]) -> dict[int, str]:
+        """Identities of the contents behind `names`, for the planner.
+
+        Raises:
+            AdapterNotFoundError: a name is unknown, or was not read yet.
+        """
+        found: dict[int, str] = {}
+        with self._store.lock:
+            for name in names:
+                version = self._aliases.known(name).version
+                if version is None:
+                    raise AdapterNotFoundError(
+                        f"adapter '{name}'", "was not read yet", "use it, or prefetch it"
+                    )
+                found[version.key] = name
+        return found
 
     # --- batches --------------------------------------------------------------------------------
 
-    @contextmanager
-    def rows(self, names: Sequence[str | None]) -> Iterator[Batch]:
+    def rows(self, names: Sequence[RowName]) -> AbstractContextManager[Batch]:
         """Forwards inside take one adapter (or None) for each row of their batch.
 
         The choice holds for this thread (or task) only.  The versions that the names point at now
-        are kept until the block ends, whatever is loaded, swapped or unloaded meanwhile.
+        are kept until the block ends, whatever is loaded, swapped or unloaded meanwhile.  Those
+        without a slot are given one; idle adapters make room.
 
         Args:
-            names: one name, or None, for every row.
+            names: one name, None, or a mixture (``{'sql': 0.7, 'tone': 0.3}``) for every row.
 
         Raises:
             AdapterNotFoundError: a name is unknown.
+            AdapterCapacityError: the batch, with others in flight, needs more slots than there are.
+            AdapterBrokenError: an adapter's source is gone or has changed.
+            AdapterError: a registered adapter cannot be read; see `load`.
             BatchError: not a sequence of names, or an empty one; or a block of this model is open
                 in this thread (or task) already, which two generators in turn would mix up.
         """
-        if active_batch(self._registry.owner) is not None:
-            raise BatchError(
-                f"rows({names!r})",
-                "another rows() block of this model is open here",
-                "leave it first, or pass adapter_names= to each call",
-            )
-        with self.rows_of_call(names) as batch:
-            yield batch
+        return RowsBlock(self._batches, self._registry.owner, names, alone=True)
 
-    @contextmanager
-    def rows_of_call(self, names: Sequence[str | None]) -> Iterator[Batch]:
+    def rows_of_call(self, names: Sequence[RowName]) -> AbstractContextManager[Batch]:
         """As `rows`, for one call that ends before anything else can run; overrides a block."""
-        batch, versions = self._acquire(names)
-        try:
-            with batch_scope(self._registry.owner, batch):
-                yield batch
-        finally:
-            batch.ended.set()
-            self._release(versions)
+        return RowsBlock(self._batches, self._registry.owner, names, alone=False)
 
     def base_batch(self) -> Batch:
         """The batch of forwards that name no adapter: base rows, any number of them."""
         self.refuse_if_closed()
-        return Batch(self._plan({}))
-
-    def _acquire(self, names: Sequence[str | None]) -> tuple[Batch, tuple[Version, ...]]:
-        if isinstance(names, str) or not all(n is None or isinstance(n, str) for n in names):
-            names = ()
-        if not names:
-            raise BatchError(
-                f"rows({names!r})",
-                "expected one adapter name, or None, for every row of the batch",
-                "pass a list such as ['sql', None]",
-            )
-        with self._lock:
-            self.refuse_if_closed()
-            chosen = [None if n is None or n == BASE_NAME else self._version(n) for n in names]
-            versions = tuple({v.key: v for v in chosen if v is not None}.values())
-            plan = self._plan({version.key: version.name for version in versions})
-            slots = self._slots_by_layer([-1 if v is None else v.slot for v in chosen])
-            for version in versions:
-                version.batches += 1
-            self._open += 1
-        return Batch(plan, len(chosen), slots), versions
-
-    def _slots_by_layer(self, chosen: list[int]) -> torch.Tensor:
-        """int32 (layers, rows): each row's slot where its adapter has a branch, else -1."""
-        slots = torch.tensor(chosen, dtype=torch.int64).to(self._device)
-        if not self._held.shape[1]:
-            return slots.new_full((len(self._registry), len(chosen)), -1, dtype=torch.int32)
-        held = self._held[:, slots.clamp(min=0)] & (slots >= 0)
-        return torch.where(held, slots, -1).to(torch.int32)
-
-    def _release(self, versions: tuple[Version, ...]) -> None:
-        with self._changing():
-            self._open -= 1
-            for version in versions:
-                version.batches -= 1
-                self._reclaim(version)
+        return Batch(self._plan({}, False))
 
     def close(self) -> None:
         """Refuse everything from now on: the model was unwrapped.
@@ -235,12 +351,14 @@ class AdapterManager:
         Raises:
             ConfigError: batches are in flight.
         """
-        with self._lock:
-            if self._open:
+        with self._store.lock:
+            if self._batches.open:
                 raise ConfigError(
-                    "unwrap", f"{self._open} batches are in flight", "let them end first"
+                    "unwrap", f"{self._batches.open} batches are in flight", "let them end first"
                 )
-            self._closed = True
+            self._store.closed = True
+            if self._prefetcher is not None:
+                self._prefetcher.shutdown(wait=False, cancel_futures=True)
 
     def refuse_if_closed(self) -> None:
         """Refuse where the model was unwrapped.
@@ -248,105 +366,41 @@ class AdapterManager:
         Raises:
             ConfigError: it was.
         """
-        if self._closed:
-            raise ConfigError("this served model", "was unwrapped", "wrap the model again")
+        self._store.refuse_if_closed()
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _read(self, folder: Path) -> AdapterWeights:
+        return read_adapter(
+            folder,
+            self._base,
+            max_rank=self._store.limits.width,
+            base_weights=self._base_weights,
+        )
+
+    def _change(self, name: str, **changes: bool | int) -> AdapterInfo:
+        with self._store.lock:
+            self.refuse_if_closed()
+            alias = self._aliases.known(name)
+            for attribute, value in changes.items():
+                setattr(alias, attribute, value)
+            if alias.version is not None:
+                self._store.follow(alias.version)
+                self._store.host.trim()
+            return alias.info()
 
     @contextmanager
-    def _changing(self) -> Iterator[None]:
-        """Under the lock, and outside of inference mode: its tensors cannot be written later."""
-        with self._lock, torch.inference_mode(False), torch.no_grad():
-            self.refuse_if_closed()
-            yield
+    def _held(self, name: str) -> Iterator[Version]:
+        """The content of `name`, in memory, and kept there."""
+        version = self._aliases.hold(name)
+        try:
+            self._store.bring_to_memory(version)
+            yield version
+        finally:
+            with self._store.lock:
+                self._store.release([version])
 
-    # --- inside the lock ------------------------------------------------------------------------
-
-    def _read(self, path: str | Path) -> AdapterWeights:
-        return read_adapter(path, self._base, max_rank=self._max_rank)
-
-    def _version(self, name: str) -> Version:
-        version = self._versions.get(name)
-        if version is None:
-            loaded = ", ".join(f"'{n}'" for n in self._versions) or "none"
-            raise AdapterNotFoundError(
-                f"adapter '{name}'", f"is not loaded (loaded: {loaded})", "load it first"
-            )
-        return version
-
-    def _check_can_load(self, name: str) -> None:
-        if not isinstance(name, str) or not name.strip() or name == BASE_NAME:
-            raise ConfigError(
-                f"adapter name {name!r}", "is empty or reserved", "choose another name"
-            )
-        if name in self._versions:
-            raise AdapterExistsError(
-                f"adapter '{name}'",
-                f"is loaded already, from {self._versions[name].info().source}",
-                "swap it, unload it first, or choose another name",
-            )
-        if len(self._versions) >= self._max_loras:
-            raise AdapterCapacityError(
-                f"adapter '{name}'",
-                f"{len(self._versions)} adapters are loaded and max_loras={self._max_loras}",
-                "unload one, or wrap with a higher max_loras (command line: --max-loras)",
-            )
-
-    def _enter(self, name: str, weights: AdapterWeights) -> Version:
-        """Write a free slot; nothing refers to it until it is published."""
-        if not self._free:
-            raise AdapterCapacityError(
-                f"adapter '{name}'",
-                "every spare slot still serves a batch in flight on an older version",
-                "try again when those batches have ended, or wrap with a higher max_loras",
-            )
-        for layer in weights.layers:
-            self._stack(layer)
-        version = Version(name, self._free[0], weights)
-        for layer, parts in weights.layers.items():
-            self._stacks[layer].write(version.slot, parts)
-        self._free.pop(0)
-        return version
-
-    def _stack(self, name: str) -> LayerBranch:
-        stack = self._stacks.get(name)
-        if stack is None:
-            layer = self._registry.layers[name]
-            stack = LayerBranch(
-                name,
-                self._slots,
-                layer.in_features,
-                layer.out_features,
-                self._dtype,
-                self._device,
-            )
-            self._stacks[name] = stack
-            layer.branch = stack
-        return stack
-
-    def _publish(self, added: Version | None, removed: Version | None, reason: str) -> None:
-        changes: dict[str, dict[int, Holder]] = {}
-
-        def holders(name: str) -> dict[int, Holder]:
-            if name not in changes:
-                changes[name] = dict(self._registry.branches(self._registry.layers[name]))
-            return changes[name]
-
-        if added:
-            for name, rank in added.shrink_ranks.items():
-                holders(name)[added.key] = Holder(added.name, shrink_rank=rank)
-                self._held[self._registry.layers[name].index, added.slot] = True
-        if removed:
-            for name in removed.shrink_ranks:
-                holders(name).pop(removed.key)
-            removed.retired = True
-        self._registry.set_branches(changes, reason)
-        if removed:
-            self._reclaim(removed)
-
-    def _reclaim(self, version: Version) -> None:
-        """Empty the slot of a version that no name and no batch refers to."""
-        if not version.retired or version.batches:
-            return
-        for name in version.shrink_ranks:
-            self._stacks[name].clear(version.slot)
-        self._held[:, version.slot] = False
-        self._free.append(version.slot)
+    def _fetch(self, name: str) -> AdapterInfo:
+        with self._held(name) as version:
+            self._store.place_if_free(version)
+        return self.info(name)

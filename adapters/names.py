@@ -66,10 +66,6 @@ RULES: tuple[NameRule, ...] = (
     NameRule((("_orig_mod.", ""),)),
 )
 
-_HALF = re.compile(
-    r"(?P<module>.+)\.(?P<half>lora_A|lora_B)(?:\.(?P<adapter>[^.]+))?\.weight", re.DOTALL
-)
-
 # (text in the tensor's name, the feature, the config key that switches it on)
 _FEATURES: tuple[tuple[str, str, str | None], ...] = (
     ("lora_magnitude_vector", "DoRA magnitudes (lora_magnitude_vector)", "use_dora"),
@@ -99,37 +95,63 @@ _LORA_BIAS = re.compile(r"\.lora_[AB](?:\.[^.]+)?\.bias$")
 
 
 @dataclass(frozen=True)
-class HalfName:
-    """The name of one lora_A or lora_B tensor, taken apart.
+class PartName:
+    """The name of one tensor of a module's adapter, taken apart.
 
     Args:
         tensor: the name in the file.
-        module: the adapter's name of the layer, without PEFT's prefix.
-        half: "lora_A" or "lora_B".
+        module: the adapter's name of the module, without PEFT's prefix; empty for a tensor that
+            all modules share.
+        part: which tensor of the module it is ("lora_A").
         adapter: the adapter's name, where the tensor's name carries one.
         prefixed: whether PEFT's prefix was there.
     """
 
     tensor: str
     module: str
-    half: str
+    part: str
     adapter: str | None
     prefixed: bool
 
 
-def parse_half(tensor: str) -> HalfName | None:
-    """Take the name of a lora_A or lora_B weight apart; None for any other tensor."""
-    match = _HALF.fullmatch(tensor)
-    if match is None:
+class NameParser:
+    """Takes the names of a type's tensors apart.
+
+    Args:
+        parts: parts of a module to the ends of their names ("lora_A" -> "lora_A.weight").
+        shared: names of tensors that all modules share.
+    """
+
+    def __init__(self, parts: Mapping[str, str], shared: Iterable[str] = ()) -> None:
+        self._ends = [(part, _ending(end)) for part, end in parts.items()]
+        self._shared = [
+            (name, re.compile(rf"(?:base_model\.)?{re.escape(name)}(?:\.(?P<adapter>[^.]+))?"))
+            for name in shared
+        ]
+
+    def parse(self, tensor: str) -> PartName | None:
+        """Take a name apart; None for a tensor that is no part of the type."""
+        for part, pattern in self._ends:
+            match = pattern.fullmatch(tensor)
+            if match is not None:
+                module = match["module"]
+                prefixed = module.startswith(PEFT_PREFIX)
+                module = module.removeprefix(PEFT_PREFIX)
+                return PartName(tensor, module, part, match["adapter"], prefixed)
+        for name, pattern in self._shared:
+            match = pattern.fullmatch(tensor)
+            if match is not None:
+                return PartName(tensor, "", name, match["adapter"], True)
         return None
-    module = match["module"]
-    return HalfName(
-        tensor,
-        module.removeprefix(PEFT_PREFIX),
-        match["half"],
-        match["adapter"],
-        module.startswith(PEFT_PREFIX),
-    )
+
+
+def _ending(end: str) -> re.Pattern[str]:
+    """The pattern of names that end so, with or without an adapter's name in them."""
+    stem, _, tail = end.partition(".")
+    # PEFT has written vectors with and without a ".weight" of their own.
+    rest = rf"\.{re.escape(tail)}" if tail else r"(?:\.weight)?"
+    adapter = r"(?:\.(?P<adapter>(?!weight$)[^.]+))?"
+    return re.compile(rf"(?P<module>.+)\.{re.escape(stem)}{adapter}{rest}", re.DOTALL)
 
 
 def choose_rule(modules: Collection[str], layers: Collection[str]) -> NameRule:
@@ -151,7 +173,7 @@ def common_prefix(names: Iterable[str]) -> str:
 def features_of(
     tensors: Iterable[str], explained: Collection[str]
 ) -> Mapping[str, tuple[str | None, list[str]]]:
-    """Sort tensors that are no lora_A or lora_B weight by the feature they belong to.
+    """Sort tensors that nothing uses by the feature they belong to.
 
     Args:
         tensors: names in the file.
@@ -179,4 +201,4 @@ def _feature(tensor: str) -> tuple[str, str | None]:
         return "a trained head or another module saved whole", "modules_to_save"
     if "lora_" not in tensor and tensor.endswith(".bias"):
         return "a trained bias", "bias"
-    return "no part of a LoRA layer", None
+    return "no part of this PEFT type", None

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import torch
-
-from ..core.errors import AdapterFormatError, AdapterNotFoundError, AdapterUnsupportedError
-from .base import BaseFacts
-from .check import LoadPlan, TensorHeader, plan_load
-from .findings import damaged, raise_findings
-from .lora_config import CONFIG_NAME, ParsedConfig, load_config, parse_lora_config
-from .tensor_file import TensorFile, open_regular, read_exactly
-from .weights import AdapterWeights, LayerWeights, LowRank, content_digest, effect_note
+from ..core.errors import AdapterFormatError, AdapterNotFoundError
+from .assemble import assemble
+from .base import BaseFacts, BaseWeights
+from .check import LoadPlan, plan_load
+from .config_file import CONFIG_NAME, ParsedConfig, load_config, parse_config
+from .findings import raise_findings
+from .pickle_file import PickleFile
+from .tensor_file import TensorFile, TensorHeader, open_regular, read_exactly
+from .weights import AdapterWeights
 
 TENSORS_NAME = "adapter_model.safetensors"
 PICKLE_NAME = "adapter_model.bin"
@@ -25,31 +25,43 @@ PICKLE_NAME = "adapter_model.bin"
 _LONGEST_CONFIG = 16 * 2**20
 
 
-def read_adapter(path: str | Path, base: BaseFacts, *, max_rank: int) -> AdapterWeights:
-    """Read a LoRA adapter that PEFT saved, checked against a base model.
+def read_adapter(
+    path: str | Path,
+    base: BaseFacts,
+    *,
+    max_rank: int,
+    base_weights: BaseWeights | None = None,
+) -> AdapterWeights:
+    """Read an adapter that PEFT saved, checked against a base model.
 
-    Nothing is read but `adapter_config.json` and `adapter_model.safetensors` in that folder, and
-    no tensor before names, shapes, dtypes, ranks, targets and task are checked. The returned
-    tensors are as stored, on the CPU, and own their memory.
+    Nothing is read but `adapter_config.json` and `adapter_model.safetensors` (or, where there is
+    none, `adapter_model.bin`) in that folder, and no tensor before names, shapes, dtypes, ranks,
+    targets and task are checked. What comes back is on the CPU and owns its memory.
 
     Args:
         path: the folder.
         base: facts about the model it is to be loaded on.
         max_rank: the rank the slots were sized for.
+        base_weights: the model's weights, for what cannot be lowered without them (DoRA).
 
     Raises:
         AdapterNotFoundError: there is no such folder.
         AdapterFormatError: the files are damaged, incomplete, unreadable or of another tool.
-        AdapterUnsupportedError: it uses a feature, a dtype or a layer that is not served.
+        AdapterUnsupportedError: it uses a type, a feature, a dtype or a layer that is not served,
+            or needs `base_weights`.
         AdapterMismatchError: it is for another base model or another task.
         AdapterCapacityError: its rank exceeds `max_rank`.
     """
     folder = Path(path)
     subject = f"adapter {os.fspath(path)!r}"
-    parsed = parse_lora_config(read_raw_config(folder, subject), subject)
+    raw = read_raw_config(folder, subject)
+    parsed = parse_config(raw, subject)
     with open_tensors(folder, subject) as file:
         plan = checked_plan(parsed, file.headers, base, max_rank=max_rank, subject=subject)
-        return assemble(plan, file.read, source=os.fspath(path), subject=subject)
+        weights = assemble(
+            plan, file.read, source=os.fspath(path), subject=subject, base_weights=base_weights
+        )
+    return replace(weights, config=MappingProxyType(raw))
 
 
 def read_raw_config(folder: Path, subject: str) -> dict[str, Any]:
@@ -82,41 +94,9 @@ def checked_plan(
         AdapterFormatError, AdapterUnsupportedError, AdapterMismatchError, AdapterCapacityError:
             as in `read_adapter`.
     """
-    plan, findings = plan_load(
-        parsed.config, headers, base, max_rank=max_rank, explained=parsed.refused
-    )
-    raise_findings(subject, [*parsed.findings, *findings])
-    return plan
-
-
-def assemble(
-    plan: LoadPlan, fetch: Callable[[str], torch.Tensor], *, source: str, subject: str
-) -> AdapterWeights:
-    """Fetch the tensors of a plan and make the adapter.
-
-    Args:
-        plan: from `checked_plan`.
-        fetch: gives a tensor by its name in the file.
-        source: what `AdapterWeights.source` says.
-        subject: what errors are about.
-
-    Raises:
-        AdapterFormatError: a tensor holds NaN or infinity, or cannot be read.
-    """
-    findings = []
-    layers = {}
-    for name, planned in plan.layers.items():
-        weights = LowRank(fetch(planned.a), fetch(planned.b), planned.scaling)
-        for tensor_name, tensor in ((planned.a, weights.a), (planned.b, weights.b)):
-            if not torch.isfinite(tensor).all():
-                what = "NaN" if torch.isnan(tensor).any() else "infinity"
-                text = f"tensor {tensor_name!r} holds {what}"
-                findings.append(damaged(text, "train or save the adapter again"))
-        layers[name] = LayerWeights(weights)
+    plan, findings = plan_load(parsed, headers, base, max_rank=max_rank)
     raise_findings(subject, findings)
-    effect = effect_note(layers)
-    notes = plan.notes if effect is None else (*plan.notes, effect)
-    return AdapterWeights(source, content_digest(layers), MappingProxyType(layers), notes)
+    return plan
 
 
 def _is_folder(folder: Path, subject: str) -> bool:
@@ -141,7 +121,7 @@ def _read_config(path: Path, subject: str) -> bytes:
         return bytes(data)
 
 
-def open_tensors(folder: Path, subject: str) -> TensorFile:
+def open_tensors(folder: Path, subject: str) -> TensorFile | PickleFile:
     """The tensors of an adapter folder, their headers read and checked.
 
     Args:
@@ -149,15 +129,10 @@ def open_tensors(folder: Path, subject: str) -> TensorFile:
         subject: what errors are about.
 
     Raises:
-        AdapterFormatError: the file is missing, unreadable or no well-formed safetensors file.
-        AdapterUnsupportedError: the tensors are pickled.
+        AdapterFormatError: the file is missing, unreadable, no well-formed safetensors file, or a
+            pickle that holds anything but tensors.
     """
     path = folder / TENSORS_NAME
     if not os.path.lexists(path) and os.path.lexists(folder / PICKLE_NAME):
-        raise AdapterUnsupportedError(
-            subject,
-            f"has only {PICKLE_NAME}, a pickle; only safetensors are read",
-            "convert it: load it once with PEFT where you trust it, then "
-            "save_pretrained(folder, safe_serialization=True)",
-        )
+        return PickleFile(folder / PICKLE_NAME, subject)
     return TensorFile(path, subject)

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from ..core.errors import AdapterFormatError
-from .check import TensorHeader
 
 # The library's own limit; a longer header is an attack or damage.
 _LONGEST_HEADER = 100_000_000
@@ -41,6 +40,21 @@ _DTYPES: Mapping[str, torch.dtype] = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """What a file says about a tensor before its bytes.
+
+    Args:
+        name: the name in the file.
+        dtype: safetensors' name of the dtype ("F32", "BF16", "F8_E4M3").
+        shape: the sizes.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -40,17 +40,27 @@ class Discovery:
         unsited: linears without one.
         install: replaces the forwards; run it once.
         uninstall: undoes `install`.
+        row_layouts: by module, where its input keeps the batch's rows: of linears, and of other
+            modules with weights and without children that take one tensor.
     """
 
     sites: tuple[Site, ...]
     unsited: tuple[Unsited, ...]
     install: Callable[[], None]
     uninstall: Callable[[], None]
+    row_layouts: Mapping[str, RowLayout]
 
 
 class _Discoverer:
-    def __init__(self, model: nn.Module, registry: LayerRegistry, recording: Recording) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        registry: LayerRegistry,
+        recording: Recording,
+        layouts: Mapping[str, RowLayout],
+    ) -> None:
         self.model = model
+        self.layouts = layouts
         self.registry = registry
         self.recording = recording
         self.names = {id(module): name for name, module in model.named_modules()}
@@ -63,7 +73,8 @@ class _Discoverer:
     ) -> Site:
         site = Site(facts, len(self.sites), self.registry, layers, raw, observed)
         self.sites.append(site)
-        self.registry.share_input(SharedInput(facts.consumers, site.other_readers))
+        maker = facts.name if facts.kind == "norm" else ""
+        self.registry.share_input(SharedInput(facts.consumers, site.other_readers, maker))
         for layer in layers:
             self.reasons.pop(layer.name, None)
         return site
@@ -200,7 +211,7 @@ class _Discoverer:
 
     def discovery(self) -> Discovery:
         unsited = tuple(Unsited(layer, reason) for layer, reason in self.reasons.items())
-        return Discovery(tuple(self.sites), unsited, self._install, self._uninstall)
+        return Discovery(tuple(self.sites), unsited, self._install, self._uninstall, self.layouts)
 
     def _install(self) -> None:
         for module, forward in self.replacements:
@@ -298,7 +309,7 @@ class _NormForward:
         if not torch.compiler.is_compiling() and not self._holds():
             self._site.counters.fall_back("its settings were changed after wrapping")
             self._site.counters.count(Route.UNFUSED)
-            return type(self._module).forward(self._module, x)
+            return self._site.own_rows_of(type(self._module).forward(self._module, x), x)
         return self._site(x, *(getattr(self._module, name) for name in self._vectors))
 
     def _holds(self) -> bool:
@@ -352,7 +363,7 @@ def _discover(
         for reading in recording.readings:
             if reading.origin == origin:
                 reading.others += others
-    found = _Discoverer(model, registry, recording)
+    found = _Discoverer(model, registry, recording, layouts)
     for layer in registry:
         layer.row_layout = layouts.get(layer.name, RowLayout.UNKNOWN)
         if layer.name not in recording.inputs:

@@ -65,6 +65,10 @@ class _Recorder(TorchFunctionMode):
             reading = self.readings.setdefault(id(x), Reading(x, ""))
             reading.linears.append(module)
             self.inputs[module.name] = x.detach().clone()
+        elif _is_leaf_with_weights(module):
+            given = (*args, *kwargs.values())
+            if len(given) == 1 and isinstance(given[0], torch.Tensor):
+                self.inputs[name] = given[0].detach().clone()
 
     def leave(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         self._stack.pop()
@@ -91,6 +95,10 @@ class _Recorder(TorchFunctionMode):
     def _left(self, reading: Reading) -> bool:
         """Whether the tensor has left its maker: ops inside of it are how it was made."""
         return all(self._names[id(module)] != reading.origin for module in self._stack)
+
+
+def _is_leaf_with_weights(module: nn.Module) -> bool:
+    return bool(module._parameters) and next(module.children(), None) is None
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
@@ -125,7 +133,8 @@ class Recording:
 
     Attributes:
         readings: one for every tensor that a routed linear read.
-        inputs: each linear's input.
+        inputs: the input of each linear, and of each other module that has weights, no children,
+            and takes one tensor.
         calls: by module, the arguments of every call.
         others: by the module that made a tensor, who read it outside of a routed linear.
     """

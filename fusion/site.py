@@ -21,7 +21,9 @@ from ..linear.batch import Batch, BatchPlan
 from ..linear.contract import InputContract
 from ..linear.hooks import hook_names
 from ..linear.kernels.native_fp8 import group_siblings
+from ..linear.module_place import ModulePlace
 from ..linear.outputs import RawRequest
+from ..linear.parts import READS_RAW
 from ..linear.registry import LayerRegistry, RawReader
 from ..linear.routed import RoutedLinear
 from .producers.base import Emission, Producer
@@ -129,6 +131,8 @@ class Site(nn.Module):
         # Tuples, so that the model's modules do not become children of this one.
         self.layers = layers
         self._observed = tuple(observed.items())
+        #: The norm that it is computed in the place of, where that takes adapters.
+        self.maker: ModulePlace | None = None
         self.handle = ops.register(self)
 
     @property
@@ -155,6 +159,10 @@ class Site(nn.Module):
         unknown = (RawReader("unknown", who, self.facts.name) for who in self.facts.other_readers)
         return (*hooks, *unknown)
 
+    def own_rows_of(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """As `own_rows`, for the batch in flight."""
+        return self.own_rows(out, x, self._registry.current_batch())
+
     @property
     def observed(self) -> dict[str, nn.Module]:
         """Modules whose hooks count as readers."""
@@ -175,8 +183,12 @@ class Site(nn.Module):
         plan = cast(ProducerPlan, batch.plan)
         if plan.routes[self.index] == Route.UNFUSED:
             self.counters.count(Route.UNFUSED)
-            return self.compute_raw(*inputs)
+            return self.own_rows(self.compute_raw(*inputs), inputs[0], batch)
         return self.produce(batch, inputs)
+
+    def own_rows(self, raw: torch.Tensor, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """`raw`, made of `x`, with the rows of adapters that have weights of this norm."""
+        return raw if self.maker is None else self.maker.filled(raw, x, batch)
 
     def produce(self, batch: Batch, inputs: tuple[torch.Tensor, ...]) -> QuantizedActivation:
         """By the planned producer or, where it refuses these tensors, by the oracle."""
@@ -218,10 +230,10 @@ class Site(nn.Module):
             return Emission(self.contract, route, self.facts.name)
         assert batch.slots is not None
         slots = batch.slots
-        branched = [layer for layer in self.layers if plan.branched[layer.index]]
-        branches = [(layer, layer.branch) for layer in branched if layer.branch is not None]
+        reading = [layer for layer in self.layers if plan.parts[layer.index] & READS_RAW]
+        branches = [(layer, layer.branch) for layer in reading if layer.branch is not None]
         if route == Route.DUAL:
-            wanted = torch.stack([slots[layer.index] >= 0 for layer in branched]).any(0)
+            wanted = torch.stack([slots[layer.index] >= 0 for layer in reading]).any(0)
             raw = RawRequest(wanted, compact=all(branch.compact_raw for _, branch in branches))
             return Emission(self.contract, route, self.facts.name, raw)
         shrinks = tuple(

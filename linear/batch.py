@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -31,6 +32,11 @@ class BatchPlan(Protocol):
         ...
 
     @property
+    def parts(self) -> tuple[int, ...]:
+        """By layer index: all `Part`s of the batch's adapters there; 0 for none."""
+        ...
+
+    @property
     def shrink_ranks(self) -> tuple[int, ...]:
         """By layer index: the highest rank of the batch's LoRA branches there; 0 for none."""
         ...
@@ -42,6 +48,7 @@ class BarePlan:
 
     routes: tuple[int, ...]
     branched: tuple[bool, ...]
+    parts: tuple[int, ...] = ()
     shrink_ranks: tuple[int, ...] = ()
 
 
@@ -60,6 +67,27 @@ class FusionRules:
     shrink_width: int = 0
 
 
+class TokenMask(Protocol):
+    """On which tokens of its rows the adapters of a batch act."""
+
+    def mask(self, tokens: int, device: torch.device) -> torch.Tensor:
+        """bool (rows * tokens, 1)."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class MixedRows:
+    """One adapter of every row that takes several, whose branches are added with weights.
+
+    Attributes:
+        slots: int32 (places, rows); -1 as in `Batch.slots`, and in rows that take no mixture.
+        weights: float32 (rows,).
+    """
+
+    slots: torch.Tensor
+    weights: torch.Tensor
+
+
 @dataclass(frozen=True, eq=False)
 class Batch:
     """One batch of one model.
@@ -67,10 +95,13 @@ class Batch:
     Attributes:
         plan: the frozen plan for the adapters of this batch.
         rows: number of rows, or None for a batch of base rows only (any number of rows).
-        slots: int32 (layers, rows), the slot of each row on each layer; -1 where the row has no
-            adapter, or one without a branch there.  None where `rows` is None.
+        slots: int32 (places, rows), the slot of each row in each place that takes adapters (the
+            linears first, in the order of their index); -1 where the row has no adapter, or one
+            without a branch there.  None where `rows` is None.
         memo: what sites have worked out for this batch, by their index; the same for all of its
             forwards.
+        mixed: what rows of mixtures take, adapter by adapter; -1 in `slots`.
+        tokens: on which tokens adapters act; None for all.
         ended: set when its block has ended; nothing may run under it any more, for its slots may
             be another adapter's by then.
     """
@@ -79,7 +110,19 @@ class Batch:
     rows: int | None = None
     slots: torch.Tensor | None = None
     memo: dict[int, Any] = field(default_factory=dict)
+    mixed: tuple[MixedRows, ...] = ()
+    tokens: TokenMask | None = None
     ended: threading.Event = field(default_factory=threading.Event)
+
+    @cached_property
+    def slots_by_place(self) -> tuple[torch.Tensor, ...]:
+        """The rows of `slots`, cut once: every linear of every forward asks for its own."""
+        return () if self.slots is None else self.slots.unbind(0)
+
+    @cached_property
+    def row_slots(self) -> tuple[int, ...]:
+        """By row, the slot of its adapter, -1 for none; asking waits for the device, once."""
+        return () if self.slots is None else tuple(self.slots.amax(0).tolist())
 
 
 _active: ContextVar[Mapping[int, Batch]] = ContextVar(

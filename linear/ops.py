@@ -95,3 +95,14 @@ def _(
     raw: torch.Tensor, parts: list[torch.Tensor], handle: int, site: int, out_features: int
 ) -> torch.Tensor:
     return raw.new_empty((*raw.shape[:-1], out_features))
+
+
+@torch.library.custom_op("branchline::routed_module", mutates_args=())
+def routed_module(x: torch.Tensor, handle: int) -> torch.Tensor:
+    """The traced form of `ModulePlace.__call__`: (..., what the module makes of `x`)."""
+    return resolve(handle).run(x)
+
+
+@routed_module.register_fake
+def _(x: torch.Tensor, handle: int) -> torch.Tensor:
+    return resolve(handle).made_like(x)

@@ -16,7 +16,8 @@ from ..core.errors import BatchError
 from ..core.quant_key import QuantKey
 from .batch import BarePlan, Batch, FusionRules, active_batch
 from .hooks import global_hook_names, hook_names, watch_hooks
-from .routed import RoutedLinear
+from .parts import CHANGES_INPUT, READS_RAW, Part
+from .routed import Place, RoutedLinear
 
 _owners = itertools.count(1)
 _logger = logging.getLogger(__name__)
@@ -32,12 +33,14 @@ class RawReader:
         layer: the layer (or module) it sits on.
         shrink_rank: the rank of a branch that does nothing with the activation but a LoRA shrink;
             None for every other reader.
+        changes_input: a branch by which the linears are fed something else than the site's output.
     """
 
     kind: str
     name: str
     layer: str
     shrink_rank: int | None = None
+    changes_input: bool = False
 
     def __str__(self) -> str:
         what = {"branch": "adapter", "hook": "forward hook"}.get(self.kind, "reader")
@@ -46,18 +49,38 @@ class RawReader:
 
 @dataclass(frozen=True)
 class Holder:
-    """One loaded adapter on one layer.
+    """What one adapter has in one place.
 
     Attributes:
-        name: of the adapter.
-        reads_raw: its branch reads the layer's raw input (one that acts on the output alone does
-            not).
+        parts: the `Part`s of its branch.
         shrink_rank: its rank, where all it does with the raw input is a LoRA shrink; else None.
     """
 
-    name: str
-    reads_raw: bool = True
+    parts: int = Part.PLAIN
     shrink_rank: int | None = None
+
+    @property
+    def reads_raw(self) -> bool:
+        """Whether it reads the layer's raw input; what acts on the output alone does not."""
+        return bool(self.parts & READS_RAW)
+
+    @property
+    def changes_input(self) -> bool:
+        """Whether the layer is fed something else than what its site made."""
+        return bool(self.parts & CHANGES_INPUT)
+
+
+@dataclass(frozen=True, eq=False)
+class Holding:
+    """What one adapter has in all places.
+
+    Attributes:
+        name: of the adapter.
+        layers: by the name of the place; thousands of adapters of one shape may share this mapping.
+    """
+
+    name: str
+    layers: Mapping[str, Holder]
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,10 +90,12 @@ class SharedInput:
     Attributes:
         layers: names of the linears.
         others: whoever else reads it raw now (foreign hooks, unknown readers).
+        maker: name of the module that makes it, which may itself take adapters.
     """
 
     layers: tuple[str, ...]
     others: Callable[[], tuple[RawReader, ...]]
+    maker: str = ""
 
 
 @dataclass(frozen=True)
@@ -91,7 +116,9 @@ class LayerRegistry:
     def __init__(self) -> None:
         self.owner = next(_owners)
         self._layers: dict[str, RoutedLinear] = {}
-        self._branches: dict[str, dict[int, Holder]] = {}
+        self._others: dict[str, Place] = {}
+        # By adapter, not by layer: a change then costs the same however many there are.
+        self._holdings: dict[int, Holding] = {}
         self._unwatched: list[OrderedDict] = []
         self._shared: dict[str, SharedInput] = {}
         self._listeners: list[Callable[[int, str], None]] = []
@@ -117,8 +144,16 @@ class LayerRegistry:
     def add(self, layer: RoutedLinear) -> None:
         """Enter a layer; its foreign hooks are watched from now on."""
         self._layers[layer.name] = layer
-        self._branches[layer.name] = {}
         self.watch(layer, layer.name)
+
+    @property
+    def places(self) -> Mapping[str, Place]:
+        """Whatever takes adapters, by its full name: the linears, then embeddings and norms."""
+        return MappingProxyType({**self._layers, **self._others})
+
+    def add_place(self, place: Place) -> None:
+        """Enter an embedding or a norm; its index comes after those of all linears."""
+        self._others[place.name] = place
 
     def watch(self, module: nn.Module, name: str) -> None:
         """Advance the epoch whenever a forward hook comes to, or goes from, `module`."""
@@ -146,9 +181,25 @@ class LayerRegistry:
 
     # --- raw readers (I2) -----------------------------------------------------------------------
 
-    def branches(self, layer: RoutedLinear) -> Mapping[int, Holder]:
-        """Adapters that hold weights on `layer`, by the identity of the loaded version."""
-        return MappingProxyType(self._branches[layer.name])
+    def branches(self, layer: Place, live: Collection[int] | None = None) -> Mapping[int, Holder]:
+        """Adapters that hold weights in a place, by the identity of the version.
+
+        Args:
+            layer: the place.
+            live: only these identities; None for all.
+        """
+        held = self._held_on(layer.name, live)
+        return MappingProxyType({key: holder for key, _, holder in held})
+
+    def _held_on(
+        self, name: str, live: Collection[int] | None
+    ) -> Iterator[tuple[int, str, Holder]]:
+        keys = tuple(self._holdings) if live is None else live
+        for key in keys:
+            holding = self._holdings.get(key)
+            holder = holding and holding.layers.get(name)
+            if holding and holder:
+                yield key, holding.name, holder
 
     def share_input(self, shared: SharedInput) -> None:
         """Enter the layers that read one tensor together."""
@@ -171,13 +222,18 @@ class LayerRegistry:
         readers = [reader for name in names for reader in self._readers_on(name, live)]
         if shared:
             readers += shared.others()
+            # No producer computes with the weights of several adapters.
+            readers += [
+                RawReader("branch", adapter, shared.maker, changes_input=True)
+                for _, adapter, _ in self._held_on(shared.maker, live)
+            ]
         readers += [RawReader("hook", hook, "every module") for hook in global_hook_names()]
         return tuple(readers)
 
     def _readers_on(self, name: str, live: Collection[int] | None) -> Iterator[RawReader]:
-        for key, holder in self._branches[name].items():
-            if holder.reads_raw and (live is None or key in live):
-                yield RawReader("branch", holder.name, name, holder.shrink_rank)
+        for _, adapter, holder in self._held_on(name, live):
+            if holder.reads_raw:
+                yield RawReader("branch", adapter, name, holder.shrink_rank, holder.changes_input)
         for hook in hook_names(self._layers[name]):
             yield RawReader("hook", hook, name)
 
@@ -187,16 +243,21 @@ class LayerRegistry:
         """Whether some live branch, hook or unknown reader reads this layer's input raw (I2)."""
         return bool(self.raw_readers(layer, live))
 
-    def set_branches(self, changes: Mapping[str, Mapping[int, Holder]], reason: str) -> None:
-        """Replace the holders of some layers in one step and advance the epoch once.
+    def set_holdings(
+        self, added: Mapping[int, Holding], removed: Collection[int], reason: str
+    ) -> None:
+        """Enter and remove adapters in one step and advance the epoch once.
 
         Args:
-            changes: layer name -> its new holders.
+            added: by the identity of the version.
+            removed: identities; those that are unknown are passed over.
             reason: for the listeners.
         """
         with self._lock:
-            for name, holders in changes.items():
-                self._branches[name] = dict(holders)
+            # In between, whoever asks for all of them sees too many: raw where codes would do.
+            self._holdings.update(added)
+            for key in removed:
+                self._holdings.pop(key, None)
         self.advance(reason)
 
     # --- epoch ----------------------------------------------------------------------------------

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Container
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -16,10 +17,11 @@ from ..core.quantized_activation import (
     as_quantized_activation,
 )
 from . import ops
-from .batch import Batch, FusionRules
+from .batch import Batch, FusionRules, TokenMask
 from .hooks import global_hook_names, hook_names
 from .kernels.base import LinearKernel
 from .outputs import Shrink
+from .parts import CHANGES_INPUT, READS_RAW
 
 
 class RowLayout(StrEnum):
@@ -37,10 +39,12 @@ class BranchInput:
     Attributes:
         x: what reached the layer: the raw activation, or a producer's output.
         consumer: name of the layer.
+        changed: (..., K), what the base was fed in its place; None where that was `x`.
     """
 
     x: torch.Tensor | QuantizedActivation
     consumer: str
+    changed: torch.Tensor | None = None
 
     def raw(self) -> RawOutput:
         """The raw rows of the batch's adapters; other rows may be unwritten.
@@ -54,11 +58,51 @@ class BranchInput:
             as_quantized_activation(self.x, None, consumer=self.consumer)
         return RawOutput(self.x)
 
+    def every_row(self) -> torch.Tensor:
+        """(..., K): the raw activation, rows without an adapter included.
+
+        Raises:
+            RawConsumerError: there are only codes, or only the raw rows of some adapters.
+        """
+        if isinstance(self.x, QuantizedActivation):
+            return self.x.require_raw(self.consumer)
+        return self.raw().values
+
     def shrunk(self) -> torch.Tensor | None:
         """float32 (M, width): the shrunk rows, where the producer absorbed this layer's branch."""
         if isinstance(self.x, QuantizedActivation):
             return self.x.shrunk_for(self.consumer)
         return None
+
+
+@dataclass(frozen=True, eq=False)
+class BranchRows:
+    """The rows of a batch as the branch of one place sees them.
+
+    Attributes:
+        slots: int32 (R,), the slot of each request; -1 for none, or for an adapter without a
+            branch here.
+        parts: all `Part`s of the batch's adapters here.
+        batch: whose rows they are.
+        index: of the place.
+    """
+
+    slots: torch.Tensor
+    parts: int
+    batch: Batch
+    index: int
+
+    @classmethod
+    def at(cls, place: Place, batch: Batch) -> BranchRows:
+        """The rows of a batch that names adapters, at `place`."""
+        assert batch.slots is not None
+        index = place.index
+        return cls(batch.slots_by_place[index], batch.plan.parts[index], batch, index)
+
+    def of(self, slots: Container[int]) -> list[tuple[int, int]]:
+        """(request, slot) for each request whose adapter lies in one of `slots`."""
+        chosen = enumerate(self.batch.row_slots)
+        return [(row, slot) for row, slot in chosen if slot in slots]
 
 
 class Branch(Protocol):
@@ -71,12 +115,18 @@ class Branch(Protocol):
 
     compact_raw: bool
 
-    def add(self, out: torch.Tensor, x: BranchInput, slots: torch.Tensor) -> torch.Tensor:
-        """`out` (M, N) plus the branch of each row's adapter.
+    def change_input(self, x: BranchInput, rows: BranchRows) -> torch.Tensor:
+        """(..., K): what the base is fed; rows whose adapter changes nothing keep their bytes.
 
-        The M rows belong to the R requests of `slots` (int32, -1 for none) in turn.  A branch that
-        never asks for `x.raw()`, because it acts on the output alone, leaves the layer's site
-        fused.
+        Asked only where `rows.parts` has a part that changes the input.
+        """
+        ...
+
+    def add(self, out: torch.Tensor, x: BranchInput, rows: BranchRows) -> torch.Tensor:
+        """`out` (M, N) with the branch of each row's adapter.
+
+        The M rows belong to the R requests of `rows` in turn.  Where no part reads the raw
+        activation, `x.raw()` is not asked for: the layer's site stays fused.
         """
         ...
 
@@ -86,6 +136,20 @@ class Branch(Protocol):
         Asked only of a branch all of whose holders have a `shrink_rank`; `rank` is the highest.
         """
         ...
+
+
+class Place(Protocol):
+    """Whatever takes adapters: a linear, an embedding, a norm.
+
+    Attributes:
+        name: full name in the model.
+        index: its row of `Batch.slots`, and its entry in plans.
+        branch: what all live adapters do there; None before the first.
+    """
+
+    name: str
+    index: int
+    branch: Any
 
 
 class BatchSource(Protocol):
@@ -100,6 +164,27 @@ class BatchSource(Protocol):
     def current_batch(self) -> Batch:
         """The batch of this context, or the base batch."""
         ...
+
+
+def refuse_misfit(subject: str, layout: RowLayout, shape: torch.Size, batch: Batch) -> None:
+    """Refuse an input of `shape` that does not hold the rows of `batch` as `layout` says.
+
+    Raises:
+        BatchError: it has another number of rows.
+    """
+    rows = batch.rows
+    if rows is None:
+        return
+    if layout == RowLayout.FLAT:
+        fits = rows > 0 and len(shape) == 2 and shape[0] % rows == 0
+    else:
+        fits = shape[0] == rows
+    if not fits:
+        raise BatchError(
+            subject,
+            f"its input has shape {tuple(shape)} but the batch names {rows} rows",
+            "name one adapter (or None) for every row of the batch",
+        )
 
 
 class RoutedLinear(nn.Module):
@@ -206,43 +291,47 @@ class RoutedLinear(nn.Module):
         Raises:
             BatchError: it has another number of rows.
         """
-        rows = batch.rows
-        if rows is None or self._fits(shape, rows):
-            return
-        raise BatchError(
-            f"layer '{self.name}'",
-            f"its input has shape {tuple(shape)} but the batch names {rows} rows",
-            "name one adapter (or None) for every row of the batch",
-        )
+        refuse_misfit(f"layer '{self.name}'", self.row_layout, shape, batch)
 
     def reads_raw(self) -> bool:
         """Whether something reads this layer's input raw in the batch in flight (I2)."""
         batch = self._source.current_batch()
         hooked = hook_names(self) or global_hook_names()
-        return batch.plan.branched[self.index] or bool(hooked)
+        plan, index = batch.plan, self.index
+        branch = plan.branched[index] and bool(plan.parts[index] & READS_RAW)
+        return branch or bool(hooked)
 
     def run(self, x: torch.Tensor | QuantizedActivation) -> torch.Tensor:
         """The forward outside of a compiled graph."""
         batch = self._source.current_batch()
-        out = self.kernel.apply(x, self.name)
         if not batch.plan.branched[self.index]:
-            return out
-        return self._add_branch(out, x, batch)
+            return self.kernel.apply(x, self.name)
+        return self._run_branched(x, batch)
 
-    def _add_branch(
-        self, out: torch.Tensor, x: torch.Tensor | QuantizedActivation, batch: Batch
+    def _run_branched(self, x: torch.Tensor | QuantizedActivation, batch: Batch) -> torch.Tensor:
+        assert self.branch is not None
+        self.refuse_misfit(x.shape, batch)
+        rows = BranchRows.at(self, batch)
+        source = BranchInput(x, self.name)
+        if rows.parts & CHANGES_INPUT:
+            x = self.branch.change_input(source, rows)
+            source = replace(source, changed=x)
+        out = self.kernel.apply(x, self.name)
+        flat = out if out.dim() == 2 else out.reshape(-1, out.shape[-1])
+        if batch.tokens is not None:
+            return self._add_to_some(flat, source, rows, batch.tokens).view(out.shape)
+        added = self.branch.add(flat, source, rows)
+        # Where a branch wrote in place, `out` holds the result already.
+        in_place = added.data_ptr() == out.data_ptr()
+        return out if in_place else added.view(out.shape)
+
+    def _add_to_some(
+        self, out: torch.Tensor, x: BranchInput, rows: BranchRows, tokens: TokenMask
     ) -> torch.Tensor:
         assert self.branch is not None
-        assert batch.slots is not None
-        self.refuse_misfit(x.shape, batch)
-        source = BranchInput(x, self.name)
-        flat = out.reshape(-1, out.shape[-1])
-        return self.branch.add(flat, source, batch.slots[self.index]).view(out.shape)
-
-    def _fits(self, shape: torch.Size, rows: int) -> bool:
-        if self.row_layout == RowLayout.FLAT:
-            return rows > 0 and len(shape) == 2 and shape[0] % rows == 0
-        return shape[0] == rows
+        mask = tokens.mask(out.shape[0] // rows.slots.shape[0], out.device)
+        # A branch may write in place.
+        return torch.where(mask, self.branch.add(out.clone(), x, rows), out)
 
     def extra_repr(self) -> str:
         """One line for `print(model)`."""

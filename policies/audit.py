@@ -167,7 +167,8 @@ def audit(
         AdapterNotFoundError: a set names an adapter that is not loaded.
     """
     chosen = make_policy(policy) if policy else planner.policy
-    infos = adapters.list()
+    # Of one that was only registered, nothing is known yet.
+    infos = tuple(info for info in adapters.list() if info.digest)
     sets = _adapter_sets(infos) if adapter_sets is None else [tuple(s) for s in adapter_sets]
     plans = [planner.plan(adapters.live(names), chosen) for names in sets]
     alone = {info.name: planner.plan(adapters.live([info.name]), chosen) for info in infos}

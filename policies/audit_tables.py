@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _BASE = "(no adapter)"
 # How the policies' reasons begin where they name every reader, which a table has no room for.
-_BY_ADAPTERS = ("read raw by", "raw rows for", "absorbs")
+_BY_ADAPTERS = ("read raw by", "raw rows for", "absorbs", "changed before the linears by")
 _COLOURS = {"fused": "green", "unfused": "yellow", "dual": "cyan", "absorbed": "blue"}
 
 

@@ -48,7 +48,9 @@ class Plan:
         sites: by site index.
         routes: by site index, for the forward.
         producers: by site index, for the forward.
-        branched: by layer index: some of the adapters has a branch there.
+        branched: by the index of each place that takes adapters (linears first): some of the
+            adapters has a branch there.
+        parts: likewise: all `Part`s of the adapters there; 0 for none.
         shrink_ranks: by layer index: the highest rank of their LoRA branches there; 0 for none.
     """
 
@@ -59,6 +61,7 @@ class Plan:
     routes: tuple[Route, ...]
     producers: tuple[Producer | None, ...]
     branched: tuple[bool, ...]
+    parts: tuple[int, ...]
     shrink_ranks: tuple[int, ...]
 
     def count(self, route: Route) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
+from functools import reduce
+from operator import or_
 
 import torch
 
@@ -17,9 +19,9 @@ from ..fusion.registry import ProducerRegistry, Selection
 from ..fusion.site import Site
 from ..linear.contract import InputContract
 from ..linear.registry import LayerRegistry, RawReader
-from ..linear.routed import RoutedLinear
+from ..linear.routed import Place, RoutedLinear
 from .plan import Plan, SitePlan
-from .policy import Choice, Policy, SiteState
+from .policy import AbsorbedPolicy, Choice, DualPolicy, DynamicPolicy, Policy, SiteState
 
 _KEPT_PLANS = 1024
 
@@ -85,8 +87,23 @@ class Planner:
                 self._plans.popitem(last=False)
         return made
 
+    def plan_batch(self, live: Mapping[int, str], mixtures: bool) -> Plan:
+        """The plan for a batch of the adapters `live`.
+
+        Args:
+            live: as in `plan`.
+            mixtures: a row takes several adapters at once, while raw and shrunk rows beside codes
+                are made for one adapter a row: sites with a raw reader are unfused then.
+
+        Raises:
+            KernelUnavailableError: as in `plan`.
+        """
+        by_slot = isinstance(self.policy, DualPolicy | AbsorbedPolicy)
+        return self.plan(live, DynamicPolicy() if mixtures and by_slot else None)
+
     def _make(self, live: Mapping[int, str], policy: Policy, epoch: int) -> Plan:
         planned = [self._plan_site(site, live, policy) for site in self.sites]
+        parts = tuple(self._parts(place, live) for place in self.registry.places.values())
         return Plan(
             epoch=epoch,
             policy=policy.name,
@@ -94,9 +111,8 @@ class Planner:
             sites=tuple(plan for plan, _ in planned),
             routes=tuple(plan.route for plan, _ in planned),
             producers=tuple(selection.producer for _, selection in planned),
-            branched=tuple(
-                not live.keys().isdisjoint(self.registry.branches(layer)) for layer in self.registry
-            ),
+            branched=tuple(map(bool, parts)),
+            parts=parts,
             shrink_ranks=tuple(self._shrink_rank(layer, live) for layer in self.registry),
         )
 
@@ -191,9 +207,13 @@ class Planner:
                 raise
             return Selection(None, (Rejection(self._force or "", error.reason),), error.reason)
 
+    def _parts(self, place: Place, live: Mapping[int, str]) -> int:
+        held = (h.parts for h in self.registry.branches(place, live.keys()).values())
+        return reduce(or_, held, 0)
+
     def _shrink_rank(self, layer: RoutedLinear, live: Mapping[int, str]) -> int:
-        holders = self.registry.branches(layer).items()
-        return max((h.shrink_rank or 0 for key, h in holders if key in live), default=0)
+        holders = self.registry.branches(layer, live.keys()).values()
+        return max((holder.shrink_rank or 0 for holder in holders), default=0)
 
 
 def _only_emulated(selection: Selection, fused: Selection) -> bool:

@@ -54,6 +54,10 @@ class DynamicPolicy(Policy):
     name = "dynamic"
 
     def choose(self, state: SiteState) -> tuple[Choice, ...]:
+        changers = [reader for reader in state.raw_readers if reader.changes_input]
+        if changers:
+            names = ", ".join(str(reader) for reader in changers)
+            return (Choice(Route.UNFUSED, f"changed before the linears by {names}"),)
         if state.raw_readers:
             return (Choice(Route.UNFUSED, f"read raw by {_named(state)}"),)
         return (Choice(Route.FUSED, "no raw reader is live"),)
@@ -79,8 +83,10 @@ class DualPolicy(Policy):
 
     def choose(self, state: SiteState) -> tuple[Choice, ...]:
         (unfused_or_fused,) = DynamicPolicy().choose(state)
-        if not state.raw_readers or not all(r.kind == "branch" for r in state.raw_readers):
+        readers = state.raw_readers
+        if not readers or any(r.kind != "branch" or r.changes_input for r in readers):
             # A hook reads what it finds in the place of a tensor: raw rows beside are not there.
+            # What is changed before it is multiplied cannot be codes already.
             return (unfused_or_fused,)
         return (Choice(Route.DUAL, f"raw rows for {_named(state)}"), unfused_or_fused)
 

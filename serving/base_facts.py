@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from peft import PeftModel
 from torch import nn
 from transformers.models.auto import modeling_auto
+from transformers.pytorch_utils import Conv1D
 
-from ..adapters.base import BaseFacts, TargetLayer
+from ..adapters.base import BaseFacts, TargetEmbedding, TargetLayer, TargetNorm
 from ..adapters.from_peft import plain_modules
 from ..linear.weights import AnyLinear, linear_shape
 
@@ -26,19 +27,64 @@ def base_facts(model: nn.Module) -> BaseFacts:
     """Names, shapes and task of a transformers model or of the one inside a `PeftModel`."""
     plain = model.get_base_model() if isinstance(model, PeftModel) else model
     modules = dict(_modules(model))
-    layers = {
-        name: TargetLayer(name, in_features, out_features)
-        for name, module in modules.items()
-        if isinstance(module, AnyLinear)
-        for out_features, in_features in [linear_shape(module)]
-    }
+    config = getattr(plain, "config", None)
+    head, table = _output_embedding(plain), _named(plain, "get_input_embeddings")
     return BaseFacts(
-        layers=layers,
+        layers=_layers(modules),
         modules=tuple(modules),
         task=_task(plain),
-        output_embedding=_output_embedding(plain),
-        model_type=getattr(getattr(plain, "config", None), "model_type", ""),
+        output_embedding=head,
+        model_type=getattr(config, "model_type", ""),
+        embeddings={
+            name: TargetEmbedding(name, module.num_embeddings, module.embedding_dim)
+            for name, module in modules.items()
+            if isinstance(module, nn.Embedding)
+        },
+        norms=_norms(modules),
+        input_embedding=table,
+        tied_head=_is_tied(modules.get(head or ""), modules.get(table or "")),
+        name_or_path=getattr(config, "_name_or_path", "") or "",
     )
+
+
+def _layers(modules: Mapping[str, nn.Module]) -> dict[str, TargetLayer]:
+    layers = {}
+    for name, module in modules.items():
+        if isinstance(module, AnyLinear):
+            outputs, inputs = linear_shape(module)
+            has_bias = getattr(module, "bias", None) is not None
+            transposed = isinstance(module, Conv1D)
+            layers[name] = TargetLayer(
+                name, inputs, outputs, has_bias=has_bias, transposed=transposed
+            )
+    return layers
+
+
+def _norms(modules: Mapping[str, nn.Module]) -> dict[str, TargetNorm]:
+    """Modules of one vector, with or without another for a bias, and nothing else."""
+    norms = {}
+    for name, module in modules.items():
+        own = dict(module.named_parameters())
+        weight, bias = own.get("weight"), own.get("bias")
+        only_these = own.keys() <= {"weight", "bias"} and not dict(module.named_buffers())
+        if weight is None or weight.dim() != 1 or not only_these:
+            continue
+        if bias is None or bias.shape == weight.shape:
+            norms[name] = TargetNorm(name, weight.shape[0], bias is not None)
+    return norms
+
+
+def _is_tied(head: nn.Module | None, table: nn.Module | None) -> bool:
+    weight = getattr(head, "weight", None)
+    return weight is not None and weight is getattr(table, "weight", None)
+
+
+def _named(plain: nn.Module, getter: str) -> str | None:
+    """The name of the module that one of transformers' getters returns."""
+    found = getattr(plain, getter, None)
+    module = found() if found else None
+    # PEFT may have wrapped the module itself; its name is the same either way.
+    return next((name for name, item in plain.named_modules() if item is module), None)
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -54,7 +100,4 @@ def _task(model: nn.Module) -> str:
 
 
 def _output_embedding(model: nn.Module) -> str | None:
-    getter = getattr(model, "get_output_embeddings", None)
-    head = getter() if getter else None
-    # PEFT may have wrapped the head itself; its name is the same either way.
-    return next((name for name, module in model.named_modules() if module is head), None)
+    return _named(model, "get_output_embeddings")

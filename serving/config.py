@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any, Self
 
 import torch
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
+from ..adapters.sources import SourceLimits
+from ..adapters.tiers import Eviction, TierLimits
 from ..core.scheme import SCHEMES, LinearScheme
 from ..linear.kernels.selection import kernel_names
 from ..policies.policy import make_policy
@@ -69,11 +72,51 @@ class WrapConfig(Settings):
         ),
     ] = "dynamic"
     max_loras: Annotated[
-        int, Field(ge=0, description="How many adapters fit at once; 0 switches adapters off.")
+        int,
+        Field(
+            ge=0,
+            description="How many adapters fit the device at once, and so one batch; more may be "
+            "loaded. 0 switches adapters off.",
+        ),
     ] = 8
     max_lora_rank: Annotated[
         int, Field(ge=1, le=1024, description="Highest LoRA rank that fits a slot.")
     ] = 16
+    lora_slots: Annotated[
+        str | None,
+        Field(
+            description="Slots of several ranks, in the place of max_loras and max_lora_rank: "
+            "rank:count, such as 8:100,64:4."
+        ),
+    ] = None
+    max_cpu_loras: Annotated[
+        int | None,
+        Field(
+            ge=0,
+            description="How many adapters host memory keeps, those on the device included; others "
+            "are read from disk again. Unset: all.",
+        ),
+    ] = None
+    max_cpu_lora_bytes: Annotated[
+        int | None, Field(ge=0, description="How many bytes they may take. Unset: any.")
+    ] = None
+    eviction: Annotated[
+        Eviction,
+        Field(
+            description="Which idle adapter makes room: lru (used longest ago), lfu (used least "
+            "often), priority (lowest priority)."
+        ),
+    ] = Eviction.LRU
+    allowed_roots: Annotated[
+        tuple[str, ...] | None,
+        Field(
+            description="Folders and URLs that adapters may come from, with all that lies below. "
+            "Unset: any."
+        ),
+    ] = None
+    max_adapter_bytes: Annotated[
+        int, Field(ge=1, description="Most bytes that the files of one adapter may have.")
+    ] = SourceLimits.max_adapter_bytes
     lora_dtype: Annotated[
         LoraDtype, Field(description="Dtype of the adapter slots; auto is the model's.")
     ] = LoraDtype.AUTO
@@ -93,6 +136,49 @@ class WrapConfig(Settings):
         ),
     ] = None
 
+    @property
+    def tier_limits(self) -> TierLimits:
+        """How many adapters fit where."""
+        slots = {self.max_lora_rank: self.max_loras} if self.max_loras else {}
+        if self.lora_slots is not None:
+            slots = dict(_rank_and_count(part) for part in self.lora_slots.split(","))
+        return TierLimits(slots, self.max_cpu_loras, self.max_cpu_lora_bytes, self.eviction)
+
+    @property
+    def source_limits(self) -> SourceLimits:
+        """What adapters may come from, and how large they may be."""
+        return SourceLimits(self.allowed_roots, self.max_adapter_bytes)
+
+    @field_validator("lora_slots", mode="before")
+    @classmethod
+    def _slots_as_text(cls, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return ",".join(f"{rank}:{count}" for rank, count in value.items())
+        return value
+
+    @field_validator("lora_slots")
+    @classmethod
+    def _known_slots(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        slots = [_rank_and_count(part) for part in value.split(",")]
+        if len(dict(slots)) < len(slots):
+            raise ValueError("names a rank twice")
+        return ",".join(f"{rank}:{count}" for rank, count in sorted(slots))
+
+    @model_validator(mode="after")
+    def _slots_once(self) -> Self:
+        both = {"max_loras", "max_lora_rank"} & self.model_fields_set
+        if self.lora_slots is not None and both:
+            raise ValueError(f"lora_slots stands in the place of {' and '.join(sorted(both))}")
+        return self
+
+    @field_validator("allowed_roots")
+    @classmethod
+    def _sound_roots(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        SourceLimits(value)
+        return value
+
     @field_validator("linear_kernel")
     @classmethod
     def _known_kernel(cls, value: str | None) -> str | None:
@@ -105,3 +191,12 @@ class WrapConfig(Settings):
     def _known_policy(cls, value: str) -> str:
         make_policy(value)
         return value
+
+
+def _rank_and_count(text: str) -> tuple[int, int]:
+    rank, colon, count = (part.strip() for part in text.partition(":"))
+    if not colon or not (rank.isascii() and rank.isdigit() and count.isascii() and count.isdigit()):
+        raise ValueError(f"{text!r} is no rank:count, such as 8:100")
+    if not 1 <= int(rank) <= 1024 or int(count) < 1:
+        raise ValueError(f"{text!r} has a rank outside of 1 to 1024, or a count below 1")
+    return int(rank), int(count)

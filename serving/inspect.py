@@ -366,7 +366,8 @@ def _try_on(adapter: Path, folder: Path, max_lora_rank: int | None) -> FitReport
             check_range(os.fspath(adapter), weights, dtype)
     except AdapterError as error:
         return report.model_copy(update={"problem": str(error)})
-    found = {"raw": tuple(weights.layers), "digest": weights.digest, "notes": weights.notes}
+    raw = tuple(name for name, parts in weights.layers.items() if parts.reads_raw)
+    found = {"raw": raw, "digest": weights.digest, "notes": weights.notes}
     if dtype is not None:
         found["slot_nbytes"] = _slot_nbytes(facts, weights.layers, max_rank, dtype)
     return report.model_copy(update=found)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -11,23 +11,27 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import GenerationConfig
 
+from ..adapters.invocation import Invocations
 from ..adapters.manager import AdapterManager
+from ..adapters.ready import RowName
 from ..core.errors import BatchError, ConfigError
 from ..fusion.discover import Discovery
-from ..linear.batch import active_batch, batch_scope
+from ..linear.batch import active_batch
 from ..linear.calibration import Calibration
 from ..linear.registry import LayerRegistry
 from ..policies.audit import AuditReport, audit
 from ..policies.planner import Planner
 from .config import Quant, WrapConfig
+from .peft_surface import REFUSED, PeftSurface
 from .requantize import requantized
 
 # Inputs whose first dimension is the batch's rows, by the names transformers gives them.
-_ROW_INPUTS = ("input_ids", "inputs_embeds", "decoder_input_ids", "pixel_values", "input_features")
+_ROW_INPUTS = (
+    "input_ids", "inputs", "inputs_embeds", "decoder_input_ids", "pixel_values", "input_features",
+)  # fmt: skip
 
 _BATCHING = "it packs prompts into one row and runs in a thread of its own, without this batch"
 _NOT_SAVED = "the quantised linears are no parameters, so a checkpoint would lack them"
-_MIXIN = "transformers' own adapters know nothing of the routes"
 _REFUSED = {
     "generate_batch": (_BATCHING, "call generate with adapter_names"),
     "init_continuous_batching": (_BATCHING, "call generate with adapter_names"),
@@ -37,12 +41,7 @@ _REFUSED = {
     "state_dict": (_NOT_SAVED, "use the model before wrapping, or after unwrap()"),
     "load_state_dict": (_NOT_SAVED, "load before wrapping"),
     "copying or pickling": ("hooks and slots belong to this one object", "wrap a copy instead"),
-    "load_adapter": (_MIXIN, "use served.adapters.load"),
-    "add_adapter": (_MIXIN, "use served.adapters.load"),
-    "set_adapter": (_MIXIN, "name adapters by served.adapters.rows"),
-    "delete_adapter": (_MIXIN, "use served.adapters.unload"),
-    "enable_adapters": (_MIXIN, "name adapters by served.adapters.rows"),
-    "disable_adapters": (_MIXIN, "name no adapter: rows are base rows then"),
+    **REFUSED,
 }
 
 
@@ -52,12 +51,19 @@ def _refuse(name: str) -> None:
         raise ConfigError(f"{name} of a served model", reason, remedy)
 
 
-class ServedModel(nn.Module):
+def _count(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+    """The rows of a call's first input; None where it has none that shows them."""
+    named = [kwargs.get(name) for name in _ROW_INPUTS]
+    first = next((v for v in (*args[:1], *named) if isinstance(v, torch.Tensor)), None)
+    return None if first is None or not first.dim() else first.shape[0]
+
+
+class ServedModel(PeftSurface, nn.Module):
     """A model with routed linears, adapters and an audit.
 
     Call it, or `generate` with it, as the model it wraps.  Rows take adapters inside of
     ``with served.adapters.rows([...])`` or by ``adapter_names=[...]``; without either, all rows
-    are base rows.
+    take the adapter that `set_adapter` made active, and are base rows where none is.
 
     Attributes:
         model: the wrapped transformers model.
@@ -133,33 +139,36 @@ class ServedModel(nn.Module):
         def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if not torch.compiler.is_compiling():
                 self._check_rows(args, kwargs)
+                self._show_tokens(args, kwargs)
 
         return self.model.register_forward_pre_hook(check, with_kwargs=True)
 
     def forward(
-        self, *args: Any, adapter_names: Sequence[str | None] | None = None, **kwargs: Any
+        self, *args: Any, adapter_names: Sequence[RowName] | None = None, **kwargs: Any
     ) -> Any:
         """The wrapped model's forward.
 
         Args:
             *args: for the model.
-            adapter_names: one adapter (or None) for every row; instead of `adapters.rows`.
+            adapter_names: one adapter, None or a mixture (`Mixture`) for every row;
+                instead of `adapters.rows`.
             **kwargs: for the model.
 
         Raises:
             BatchError: the number of rows is not that of the batch.
         """
-        with torch.no_grad(), self._scope(adapter_names):
+        with torch.no_grad(), self._scope(adapter_names, _count(args, kwargs)):
             return self.model(*args, **kwargs)
 
     def generate(
-        self, *args: Any, adapter_names: Sequence[str | None] | None = None, **kwargs: Any
+        self, *args: Any, adapter_names: Sequence[RowName] | None = None, **kwargs: Any
     ) -> Any:
         """The wrapped model's `generate`; beams and returned sequences follow their row's adapter.
 
         Args:
             *args: for the model.
-            adapter_names: one adapter (or None) for every prompt; instead of `adapters.rows`.
+            adapter_names: one adapter, None or a mixture (`Mixture`) for every prompt;
+                instead of `adapters.rows`.
             **kwargs: for the model.
 
         Raises:
@@ -179,7 +188,8 @@ class ServedModel(nn.Module):
                 "rows() names the adapters of the prompts only",
                 "pass adapter_names=[...] to generate instead",
             )
-        with self._scope(adapter_names):
+        rows = _count(args, kwargs)
+        with self._scope(adapter_names, None if rows is None else rows * copies):
             if copies == 1:
                 self._check_rows(args, kwargs)
             generate: Any = self.model.generate
@@ -257,27 +267,29 @@ class ServedModel(nn.Module):
 
     # --- rows -----------------------------------------------------------------------------------
 
-    def _scope(self, adapter_names: Sequence[str | None] | None) -> Any:
-        if adapter_names is not None:
-            return self.adapters.rows_of_call(adapter_names)
-        if active_batch(self.registry.owner) is not None:
-            return nullcontext()
-        return batch_scope(self.registry.owner, self.adapters.base_batch())
-
     def _rows(self) -> int | None:
         batch = active_batch(self.registry.owner)
         return None if batch is None else batch.rows
 
     def _check_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         rows = self._rows()
-        named = [kwargs.get(name) for name in _ROW_INPUTS]
-        first = next((v for v in (*args[:1], *named) if isinstance(v, torch.Tensor)), None)
-        if rows is not None and first is not None and first.dim() and first.shape[0] != rows:
+        given = _count(args, kwargs)
+        if rows is not None and given is not None and given != rows:
             raise BatchError(
-                f"a batch of {first.shape[0]} rows",
+                f"a batch of {given} rows",
                 f"but {rows} rows were named",
                 "name one adapter (or None) for every row",
             )
+
+    def _show_tokens(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Activated adapters of the batch look for their invocation tokens."""
+        batch = active_batch(self.registry.owner)
+        if batch is None or not isinstance(batch.tokens, Invocations):
+            return
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        cache = kwargs.get("past_key_values", kwargs.get("cache"))
+        continues = cache is not None and cache.get_seq_length() > 0
+        batch.tokens.see(ids, continues=continues)
 
     def _copies(self, kwargs: dict[str, Any]) -> int:
         settings = kwargs.get("generation_config") or getattr(self.model, "generation_config", None)

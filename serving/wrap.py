@@ -13,9 +13,9 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from ..adapters.base import BaseFacts
-from ..adapters.from_peft import unwrap_peft, weights_from_peft
+from ..adapters.from_peft import TakenAdapter, peft_layers, take_from_peft, unwrap_peft
 from ..adapters.manager import AdapterManager
-from ..adapters.weights import AdapterWeights
+from ..adapters.sources import SourceReader
 from ..core.errors import (
     CalibrationError,
     ConfigError,
@@ -24,7 +24,9 @@ from ..core.errors import (
 )
 from ..core.platform import Platform, detect_platform
 from ..fusion import REGISTRY, discover
+from ..fusion.discover import Discovery
 from ..fusion.site import Site
+from ..linear.base_weights import BaseWeightsOf
 from ..linear.batch import FusionRules
 from ..linear.calibration import Calibration, Observer, calibrate
 from ..linear.contract import InputContract
@@ -50,6 +52,7 @@ from .base_facts import base_facts
 from .config import WrapConfig
 from .inputs import Prompts, calibration_batches, example_inputs
 from .model import ServedModel
+from .places import find_places
 from .settings import ignored_linears
 
 # Settings that a quantised checkpoint has answered.
@@ -102,9 +105,10 @@ class _Wrapping:
 
     def __init__(self, model: nn.Module, config: WrapConfig, undo: ExitStack) -> None:
         self.config = config
+        self.limits = config.tier_limits
         self.undo = undo
         self.registry = LayerRegistry()
-        self.adapters: dict[str, AdapterWeights] = {}
+        self.adapters: dict[str, TakenAdapter] = {}
         self.platforms: dict[torch.device, Platform] = {}
         self.training = model.training
         self.model = self._take_over(model)
@@ -130,27 +134,30 @@ class _Wrapping:
         self.registry.listen(lambda epoch, reason: _group_kernels(found.sites))
         found.install()
         self.undo.callback(found.uninstall)
+        self._place_others(found)
         planner = Planner(
             self.registry,
             found.sites,
             REGISTRY,
             self._platform(self._device()),
             make_policy(self.config.policy),
-            adapters_possible=self.config.max_loras > 0,
+            adapters_possible=self.limits.count > 0,
             lora_dtype=self._lora_dtype(),
             force=self.config.producer,
         )
-        adapters, policy = self.config.max_loras > 0, self.config.policy
+        adapters, policy = self.limits.count > 0, self.config.policy
         self.registry.rules = FusionRules(
             never_fused=adapters and policy == "static",
             producer=self.config.producer,
-            shrink_width=self.config.max_lora_rank if adapters and policy == "absorbed" else 0,
+            shrink_width=self.limits.width if adapters and policy == "absorbed" else 0,
         )
-        manager = self._manager(planner)
+        base_weights = BaseWeightsOf(self.model, self.registry)
+        manager = self._manager(planner, base_weights)
         self.registry.serve_base_batches_from(manager.base_batch)
         self._check_forced(planner)
-        for name, weights in self.adapters.items():
-            manager.install(name, weights)
+        for name, taken in self.adapters.items():
+            # Lowered with the weights that are served, as an adapter that is loaded later.
+            manager.install(name, taken.lower(base_weights))
         served = ServedModel(
             self.model, self.config, self.registry, planner, manager, found, ranges
         )
@@ -172,16 +179,10 @@ class _Wrapping:
         if not isinstance(model, PeftModel):
             return model
         for name in model.peft_config:
-            self.adapters[name] = weights_from_peft(
-                model, name, self.base, max_rank=self.config.max_lora_rank
-            )
-        peft_layers = {
-            name: module
-            for name, module in model.get_base_model().named_modules()
-            if isinstance(module, BaseTunerLayer) and isinstance(module, nn.Module)
-        }
+            self.adapters[name] = take_from_peft(model, name, self.base, max_rank=self.limits.width)
+        replaced = peft_layers(model)
         plain, _ = unwrap_peft(model)
-        for name, module in peft_layers.items():
+        for name, module in replaced.items():
             self.undo.callback(replace_module, plain, name, module)
         return plain
 
@@ -314,6 +315,7 @@ class _Wrapping:
 
     def _note_ties(self, originals: dict[str, FoundLinear], skipped: set[str]) -> None:
         """Say which linears share their weight with another module, and what became of it."""
+        self.ties: list[Unwrapped] = []
         owners: dict[int, list[str]] = {}
         for name, parameter in self.tied:
             owners.setdefault(id(parameter), []).append(name)
@@ -324,7 +326,8 @@ class _Wrapping:
             kept = "both stay" if name in skipped else "only the linear's own copy is"
             state = "unquantised" if name in skipped else "quantised"
             reason = f"its weight is tied to {', '.join(others)}; {kept} {state}"
-            self.registry.unwrapped.append(Unwrapped(name, reason))
+            self.ties.append(Unwrapped(name, reason))
+        self.registry.unwrapped += self.ties
 
     def _whose_weight_is_read(self) -> set[str]:
         # A model that computes with a weight itself would find none where it is quantised.
@@ -356,20 +359,33 @@ class _Wrapping:
     def _lora_dtype(self) -> torch.dtype:
         return self.config.lora_dtype.resolve(next(iter(self.registry)).dtype)
 
-    def _manager(self, planner: Planner) -> AdapterManager:
+    def _manager(self, planner: Planner, base_weights: BaseWeightsOf) -> AdapterManager:
         some_layer = next(iter(self.registry))
         return AdapterManager(
             self.registry,
             self._facts_with_refusals(),
-            max_loras=self.config.max_loras,
-            max_lora_rank=self.config.max_lora_rank,
+            limits=self.limits,
             dtype=self._lora_dtype(),
             device=some_layer.device,
-            plan=planner.plan,
+            plan=planner.plan_batch,
+            folders=SourceReader(self.config.source_limits),
+            base_weights=base_weights,
         )
 
+    def _place_others(self, found: Discovery) -> None:
+        """Embeddings and norms cost a call each: not where no adapter can ever come."""
+        self.refusals: dict[str, str] = {}
+        if not self.limits.count:
+            return
+        places = find_places(self.model, self.base, self.registry, found)
+        self.undo.callback(places.uninstall)
+        places.install(self.registry)
+        self.refusals = places.refusals
+
     def _facts_with_refusals(self) -> BaseFacts:
-        refusals: dict[str, str] = {u.name: u.reason for u in self.registry.unwrapped}
+        # A branch on a tied linear changes that linear's output and no weight.
+        unwrapped = [u for u in self.registry.unwrapped if u not in self.ties]
+        refusals = self.refusals | {u.name: u.reason for u in unwrapped}
         for layer in self.registry:
             if not layer.takes_branches:
                 refusals[layer.name] = "its input does not keep the batch's rows apart"

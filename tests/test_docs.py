@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from branchline.adapters import lora_config
+from branchline.adapters.tuners import TUNERS, UNSERVED
 from branchline.cli import app
 from branchline.core.errors import AdapterError
 
@@ -106,12 +106,24 @@ def test_the_table_of_config_keys_is_that_of_the_code():
     status = {}
     for keys, what in re.findall(r"^\| (`[^|]+) \| (\w+)", text, re.MULTILINE):
         status.update(dict.fromkeys(re.findall(r"`(\w+)`", keys), what))
+    keys = TUNERS["LORA"].keys
     expected = {
-        **dict.fromkeys(lora_config.SERVED, "served"),
-        **dict.fromkeys(lora_config.HARMLESS, "harmless"),
-        **dict.fromkeys(lora_config.REFUSED, "refused"),
+        **dict.fromkeys(keys.all_served, "served"),
+        **dict.fromkeys(keys.all_harmless, "harmless"),
+        **dict.fromkeys(keys.refused, "refused"),
     }
     assert {key: what for key, what in status.items() if key in expected} == expected
+
+
+def test_the_table_of_types_is_that_of_the_code():
+    text = (ROOT / "docs" / "adapters.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([A-Z_0-9]+)` \| ([^|]+) \| ([^|]+) \|$", text, re.MULTILINE)
+    assert {kind: (needs, how) for kind, needs, how in rows} == {
+        kind: (tuner.effect.value, tuner.computed) for kind, tuner in TUNERS.items()
+    }
+    refused = re.findall(r"^\| ((?:`[A-Z_0-9]+`(?:, )?)+) \| [^|]+ \|$", text, re.MULTILINE)
+    named = [kind for row in refused for kind in re.findall(r"`([A-Z_0-9]+)`", row)]
+    assert sorted(named) == sorted(UNSERVED)
 
 
 def test_the_table_of_errors_is_that_of_the_code():

@@ -66,6 +66,10 @@ class LinearKernel(ABC):
         """The unquantised weight, as the model stores it, where the kernel keeps it."""
         return None
 
+    @abstractmethod
+    def dequantized(self) -> torch.Tensor:
+        """float32 (N, K), a copy: the weight that it multiplies with."""
+
     @property
     @abstractmethod
     def weight_bytes(self) -> int:
@@ -167,6 +171,9 @@ class QuantizedKernel(LinearKernel):
     @abstractmethod
     def quantized_weight(self) -> QuantizedWeight:
         """The weight it was built from, codes and scales to the bit."""
+
+    def dequantized(self) -> torch.Tensor:
+        return self.quantized_weight().dequantize()
 
     def bias(self) -> torch.Tensor | None:
         return self._bias

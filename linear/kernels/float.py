@@ -6,7 +6,7 @@ import torch
 
 from ...core.quantized_activation import QuantizedActivation, as_quantized_activation
 from ..contract import InputContract
-from ..weights import LinearModule, linear_shape
+from ..weights import LinearModule, float_weight, linear_shape
 from .base import LinearKernel
 
 
@@ -22,6 +22,9 @@ class FloatLinear(LinearKernel):
 
     def float_weight(self) -> torch.Tensor:
         return self.module.weight
+
+    def dequantized(self) -> torch.Tensor:
+        return float_weight(self.module).to(torch.float32, copy=True)
 
     @property
     def weight_bytes(self) -> int:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,34 +12,17 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from branchline.adapters.base import BaseFacts, TargetLayer
+from branchline.adapters.base import BaseFacts
+from branchline.serving.base_facts import base_facts
 
 
-def _facts(
-    model: nn.Module | Mapping[str, nn.Module],
-    refusals: Mapping[str, str] | None = None,
-    **changes,
-) -> BaseFacts:
-    named = dict(model.named_modules()) if isinstance(model, nn.Module) else model
-    layers = {}
-    for name, module in named.items():
-        if isinstance(module, (nn.Linear, Conv1D)):
-            shape = tuple(module.weight.shape)
-            inputs, outputs = shape if isinstance(module, Conv1D) else shape[::-1]
-            layers[name] = TargetLayer(name, inputs, outputs, (refusals or {}).get(name))
-    values = {
-        "layers": layers,
-        "modules": tuple(named),
-        "task": "CAUSAL_LM",
-        "output_embedding": "lm_head",
-        "model_type": "llama",
-    }
-    return BaseFacts(**(values | changes))
+def _facts(model: nn.Module, refusals: Mapping[str, str] | None = None, **changes) -> BaseFacts:
+    return replace(base_facts(model), **changes).with_refusals(refusals or {})
 
 
 @pytest.fixture(scope="session")
 def facts() -> Callable[..., BaseFacts]:
-    """Facts about a model (or its named modules), with refusals by layer and changed fields."""
+    """Facts about a model, with refusals by module and changed fields."""
     return _facts
 
 
@@ -68,6 +52,29 @@ def tiny_llama() -> Callable[..., LlamaForCausalLM]:
 def base(tiny_llama) -> BaseFacts:
     """Facts about the tiny model."""
     return _facts(tiny_llama())
+
+
+class ModelWeights:
+    """The float weights of a model, as lowering asks for them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = dict(model.named_modules())
+
+    def weight(self, name: str) -> torch.Tensor:
+        """Of a linear (N, K), of an embedding (V, D)."""
+        weight = self.modules[name].weight.detach()
+        return (weight.T if isinstance(self.modules[name], Conv1D) else weight).float().contiguous()
+
+    def bias(self, name: str) -> torch.Tensor | None:
+        """Of a linear."""
+        bias = self.modules[name].bias
+        return None if bias is None else bias.detach().float()
+
+
+@pytest.fixture(scope="session")
+def base_weights() -> type[ModelWeights]:
+    """A maker of `BaseWeights` out of a float model."""
+    return ModelWeights
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from branchline.core.errors import (
     AdapterError,
     AdapterFormatError,
     AdapterNotFoundError,
-    AdapterUnsupportedError,
     BranchlineError,
 )
 
@@ -83,9 +82,59 @@ def test_links_to_real_files_are_followed(plain, tmp_path, base):
     assert read_adapter(links, base, max_rank=16).layers
 
 
-def test_only_a_pickle_says_how_to_convert(plain, base):
-    (plain / TENSORS).rename(plain / "adapter_model.bin")
-    with pytest.raises(AdapterUnsupportedError, match=r"only safetensors.*save_pretrained"):
+def test_an_archive_of_tensors_is_read_as_the_safetensors_file_is(plain, base):
+    expected = read_adapter(plain, base, max_rank=16).digest
+    torch.save(load_file(plain / TENSORS), plain / "adapter_model.bin")
+    (plain / TENSORS).unlink()
+    weights = read_adapter(plain, base, max_rank=16)
+    assert weights.digest == expected
+    # What was read owns its memory: the file may change.
+    (plain / "adapter_model.bin").write_bytes(b"")
+    assert all(torch.isfinite(tensor).all() for tensor in weights.tensors())
+
+
+class Intruder:
+    """What a pickle would run, were it unpickled as such."""
+
+    def __init__(self, path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return (Path.touch, (self.path,))
+
+
+@pytest.mark.parametrize(
+    ("held", "words"),
+    [
+        (lambda trace: {"a": Intruder(trace)}, "pickle of more than tensors"),
+        (lambda trace: {"a": 3}, "no dict of names and dense tensors"),
+        (lambda trace: [torch.zeros(2)], "no dict of names and dense tensors"),
+        (lambda trace: {3: torch.zeros(2)}, "no dict of names and dense tensors"),
+    ],
+)
+def test_a_pickle_of_more_than_tensors_is_refused_and_not_run(held, words, plain, base, tmp_path):
+    trace = tmp_path / "trace"
+    torch.save(held(trace), plain / "adapter_model.bin")
+    (plain / TENSORS).unlink()
+    with pytest.raises(AdapterFormatError, match=words):
+        read_adapter(plain, base, max_rank=16)
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize("data", [b"", b"\x80\x04garbage", b"PK\x03\x04 but no archive"])
+def test_a_file_that_is_no_archive_is_refused(data, plain, base):
+    (plain / TENSORS).unlink()
+    (plain / "adapter_model.bin").write_bytes(data)
+    with pytest.raises(AdapterFormatError, match="no archive"):
+        read_adapter(plain, base, max_rank=16)
+
+
+def test_a_truncated_archive_is_refused(plain, base):
+    torch.save(load_file(plain / TENSORS), plain / "adapter_model.bin")
+    (plain / TENSORS).unlink()
+    data = (plain / "adapter_model.bin").read_bytes()
+    (plain / "adapter_model.bin").write_bytes(data[:1000] + data[2000:])
+    with pytest.raises(AdapterFormatError, match="cannot be read"):
         read_adapter(plain, base, max_rank=16)
 
 
@@ -212,9 +261,9 @@ def test_the_reader_accepts_no_header_that_the_library_refuses(plain, base):
         try:
             safetensors.deserialize(data)
         except safetensors.SafetensorError:
-            assert "LoRA" not in str(caught.value)  # refused for its header, as there
+            assert "PEFT type" not in str(caught.value)  # refused for its header, as there
         else:
-            assert "no part of a LoRA layer" in str(caught.value)  # well-formed, but no adapter
+            assert "no part of this PEFT type" in str(caught.value)  # well-formed, but no adapter
 
 
 def test_a_file_swapped_after_the_check_is_not_read(plain, base, monkeypatch):

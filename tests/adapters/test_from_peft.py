@@ -7,7 +7,12 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from branchline.adapters.from_peft import plain_modules, unwrap_peft, weights_from_peft
+from branchline.adapters.from_peft import (
+    plain_modules,
+    take_from_peft,
+    unwrap_peft,
+    weights_from_peft,
+)
 from branchline.adapters.read import read_adapter
 from branchline.core.errors import (
     AdapterCapacityError,
@@ -105,7 +110,7 @@ def test_unwrapping_gives_back_the_base_model_to_the_byte(tiny_llama):
 
 
 def test_facts_can_be_gathered_before_unwrapping(wrapped, base, facts):
-    assert facts(dict(plain_modules(wrapped))) == base
+    assert facts(wrapped) == base
 
 
 def test_the_same_checks_apply(wrapped, base, facts):
@@ -153,21 +158,18 @@ def test_a_merged_adapter_must_be_unmerged_first(wrapped, base):
 
 
 REFUSED = [
-    (lora(target_modules=["q_proj"], modules_to_save=["lm_head"]), "modules_to_save"),
-    (lora(target_modules=["q_proj"], use_dora=True), "DoRA"),
     (lora(target_modules=["q_proj"], init_lora_weights="pissa"), "pissa"),
     (lora(target_modules=["q_proj"], kasa_config=peft.KasaConfig()), "KaSA"),
-    (lora(target_modules=["q_proj"], trainable_token_indices=[1]), "trained tokens"),
     (lora(target_modules=["q_proj"], bias="all"), "bias"),
-    (peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]), "IA3"),
-    (peft.LoHaConfig(target_modules=["q_proj"]), "LOHA"),
+    (peft.HRAConfig(target_modules=["q_proj"]), "HRA"),
+    (peft.ShiraConfig(target_modules=["q_proj"], r=2), "SHIRA"),
     (peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), "PROMPT_TUNING"),
     (peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), "PREFIX_TUNING"),
 ]
 
 
 @pytest.mark.parametrize(("config", "word"), REFUSED, ids=[word for _, word in REFUSED])
-def test_what_is_not_plain_lora_is_refused_by_name_and_left_alone(config, word, tiny_llama, base):
+def test_what_is_not_served_is_refused_by_name_and_left_alone(config, word, tiny_llama, base):
     wrapped = peft.get_peft_model(tiny_llama(), config)
     before = state(wrapped)
     for attempt in (
@@ -179,15 +181,16 @@ def test_what_is_not_plain_lora_is_refused_by_name_and_left_alone(config, word, 
     assert_same_state(wrapped, before)
 
 
-def test_lora_on_an_embedding_is_refused_by_name_and_left_alone(tiny_llama, base):
-    config = lora(target_modules=["embed_tokens", "q_proj"])
-    wrapped = peft.get_peft_model(tiny_llama(), config)
-    before = state(wrapped)
-    with pytest.raises(WrapError, match=r"embed_tokens.*Embedding"):
-        unwrap_peft(wrapped)
-    with pytest.raises(AdapterUnsupportedError, match="embedding"):
-        weights_from_peft(wrapped, "default", base, max_rank=16)
-    assert_same_state(wrapped, before)
+def test_dora_is_taken_first_and_lowered_with_the_weights_that_are_served(
+    tiny_llama, base, base_weights
+):
+    wrapped = peft.get_peft_model(tiny_llama(), lora(target_modules=["q_proj"], use_dora=True))
+    taken = take_from_peft(wrapped, "default", base, max_rank=16)
+    unwrap_peft(wrapped)
+    with pytest.raises(AdapterUnsupportedError, match=r"DoRA.*weights of the base model"):
+        taken.lower()
+    weights = taken.lower(base_weights(tiny_llama()))
+    assert all(parts.gain is not None for parts in weights.layers.values())
 
 
 def test_what_is_no_peft_model_is_refused(tiny_llama, base):

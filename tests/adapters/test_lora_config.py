@@ -1,60 +1,49 @@
 """The tables of config keys, and the value checks of adapter_config.json."""
 
-import dataclasses
 import json
 
 import peft
 import pytest
 
-from branchline.adapters import lora_config
+from branchline.adapters import config_file
 from branchline.adapters.findings import Finding, damaged, listing, mismatch, raise_findings
+from branchline.adapters.tuners import TUNERS
 from branchline.core.errors import (
     AdapterFormatError,
     AdapterMismatchError,
     AdapterUnsupportedError,
 )
 
+REFUSED = TUNERS["LORA"].keys.refused
 PLAIN = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
 
 
 def parse(**changes):
     config = {**PLAIN, **changes}
-    return lora_config.parse_lora_config(config, "adapter 'x'")
+    return config_file.parse_config(config, "adapter 'x'")
 
 
 def texts(findings: list[Finding]) -> str:
     return " ".join(finding.text for finding in findings)
 
 
-def test_every_key_of_peft_stands_in_exactly_one_table():
-    tables = [set(lora_config.SERVED), set(lora_config.HARMLESS), set(lora_config.REFUSED)]
-    known = {field.name for field in dataclasses.fields(peft.LoraConfig)}
-    known |= {"enable_lora", "merge_weights"}  # PEFT 0.2
-    assert known == set().union(*tables)
-    assert sum(len(table) for table in tables) == len(known)
-
-
-def test_every_served_key_is_read_or_fixed():
-    fields = set(lora_config.LoraConfigFile.model_fields)
-    assert fields == lora_config.SERVED - {"peft_type", "bias"}
-
-
 def test_what_peft_writes_by_default_is_accepted():
     raw = peft.LoraConfig(target_modules=["q_proj"]).to_dict()
     raw = json.loads(json.dumps(raw, default=list))
-    config, findings, refused = lora_config.parse_lora_config(raw, "x")
-    assert (config.r, config.lora_alpha, findings, refused) == (8, 8, [], frozenset())
+    parsed = config_file.parse_config(raw, "x")
+    assert (parsed.config.r, parsed.config.lora_alpha) == (8, 8)
+    assert (parsed.findings, parsed.refused) == ([], frozenset())
 
 
-@pytest.mark.parametrize("key", sorted(lora_config.REFUSED))
+@pytest.mark.parametrize("key", sorted(REFUSED))
 def test_a_refused_key_is_named_with_its_feature_and_may_be_off(key):
     for off in (None, False, "", [], {}):
-        assert parse(**{key: off})[1:] == ([], frozenset())
+        assert parse(**{key: off})[2:4] == ([], frozenset())
     for on in (True, 1, 0, ["score"], {"top_k": 3}):
-        _, findings, refused = parse(**{key: on})
+        _, _, findings, refused, _ = parse(**{key: on})
         assert refused == {key}
         assert key in texts(findings)
-        assert lora_config.REFUSED[key] in texts(findings)
+        assert REFUSED[key] in texts(findings)
         assert {finding.error for finding in findings} == {AdapterUnsupportedError}
 
 
@@ -74,38 +63,38 @@ def test_a_refused_key_is_named_with_its_feature_and_may_be_off(key):
     ],
 )
 def test_a_harmless_key_is_taken_whatever_it_says(key, value):
-    assert parse(**{key: value})[1] == []
+    assert parse(**{key: value}).findings == []
 
 
 @pytest.mark.parametrize("value", [True, False, None, "gaussian", "eva", "orthogonal", "MiCA"])
 def test_an_initialisation_that_only_fills_a_and_b_is_harmless(value):
-    assert parse(init_lora_weights=value)[1] == []
+    assert parse(init_lora_weights=value).findings == []
 
 
 @pytest.mark.parametrize(
     "value", ["pissa", "pissa_niter_16", "olora", "OLoRA", "corda", "loftq", "lora_ga"]
 )
 def test_an_initialisation_that_changes_base_weights_is_refused(value):
-    findings = parse(init_lora_weights=value)[1]
+    findings = parse(init_lora_weights=value).findings
     assert "base weights" in texts(findings)
     assert value in texts(findings)
 
 
 @pytest.mark.parametrize("value", ["future", 3, ["x"]])
 def test_an_unknown_initialisation_is_refused(value):
-    assert "unknown" in texts(parse(init_lora_weights=value)[1])
+    assert "unknown" in texts(parse(init_lora_weights=value).findings)
 
 
 @pytest.mark.parametrize("value", ["all", "lora_only", True])
 def test_trained_biases_are_refused(value):
-    _, findings, refused = parse(bias=value)
+    _, _, findings, refused, _ = parse(bias=value)
     assert "bias=" in texts(findings)
     assert refused == {"bias"}
 
 
 def test_an_unknown_key_is_refused_unless_it_is_off():
-    assert parse(frobnicate=None, wobble=[], twist=False)[1] == []
-    findings = parse(frobnicate=0, wobble={"x": 1})[1]
+    assert parse(frobnicate=None, wobble=[], twist=False).findings == []
+    findings = parse(frobnicate=0, wobble={"x": 1}).findings
     assert "'frobnicate' = 0" in texts(findings)
     assert "wobble" in texts(findings)
 
@@ -158,25 +147,25 @@ def test_a_value_of_a_wrong_kind_is_a_format_error_that_names_the_key(key, value
 def test_rank_and_alpha_are_never_guessed(key):
     config = {name: value for name, value in PLAIN.items() if name != key}
     with pytest.raises(AdapterFormatError, match=f"{key}: Field required"):
-        lora_config.parse_lora_config(config, "x")
+        config_file.parse_config(config, "x")
 
 
 def test_bad_values_and_refused_features_come_in_one_error():
     with pytest.raises(AdapterFormatError) as caught:
-        parse(r="8", lora_alpha=True, use_dora=True)
-    for word in ("r: ", "lora_alpha", "DoRA", "3 problems"):
+        parse(r="8", lora_alpha=True, use_qalora=True)
+    for word in ("r: ", "lora_alpha", "QALoRA", "3 problems"):
         assert word in str(caught.value)
 
 
 @pytest.mark.parametrize("alpha", [16, 16.0, 0, -4, 0.5])
 def test_alpha_keeps_its_type(alpha):
-    config = parse(lora_alpha=alpha)[0]
+    config = parse(lora_alpha=alpha).config
     assert (config.lora_alpha, type(config.lora_alpha)) == (alpha, type(alpha))
 
 
 @pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern", "use_rslora", "exclude_modules"])
 def test_null_is_what_an_absent_key_means(key):
-    assert parse(**{key: None})[0] == parse()[0]
+    assert parse(**{key: None}).config == parse().config
 
 
 @pytest.mark.parametrize(
@@ -192,7 +181,9 @@ def test_combinations_that_peft_refuses(changes):
         parse(**changes)
 
 
-@pytest.mark.parametrize("kind", [*sorted(set(peft.PeftType) - {"LORA"}), "SUPERTUNING", "lora"])
+@pytest.mark.parametrize(
+    "kind", [*sorted(set(peft.PeftType) - TUNERS.keys()), "HYPERTUNING", "lora"]
+)
 def test_other_types_are_refused_by_name(kind):
     with pytest.raises(AdapterUnsupportedError, match=f"'{str.__str__(kind)}'"):
         parse(peft_type=str.__str__(kind))
@@ -217,7 +208,7 @@ def test_a_missing_or_odd_type_is_a_format_error(kind):
 )
 def test_other_tools_are_named(raw, tool):
     with pytest.raises(AdapterFormatError, match=tool):
-        lora_config.parse_lora_config(raw, "x")
+        config_file.parse_config(raw, "x")
 
 
 @pytest.mark.parametrize(
@@ -237,7 +228,7 @@ def test_other_tools_are_named(raw, tool):
 )
 def test_bytes_that_are_no_json_object(data):
     with pytest.raises(AdapterFormatError, match=r"adapter_config\.json"):
-        lora_config.load_config(data, "x")
+        config_file.load_config(data, "x")
 
 
 def test_findings_are_raised_as_the_gravest_and_cut_at_ten():

@@ -131,24 +131,11 @@ def test_layers_sum_up_to_what_peft_computes(tmp_path, tiny_llama, base):
         torch.testing.assert_close(live(x), live.base_layer(x) + branch)
 
 
-def test_a_copied_head_weight_is_refused_with_its_reason(tmp_path, tiny_llama, base):
-    with pytest.warns(UserWarning, match="save_embedding_layers"):
-        peft_model(tiny_llama(), {"target_modules": ["lm_head"]}).save_pretrained(tmp_path)
-    with pytest.raises(AdapterUnsupportedError, match="save_embedding_layers=False"):
-        read_adapter(tmp_path, base, max_rank=16)
-
-
 @pytest.mark.parametrize(
     ("settings", "word"),
     [
-        ({"target_modules": ["q_proj"], "use_dora": True}, "DoRA"),
-        ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"target_modules": ["gate_proj"], "lora_bias": True}, "lora_bias"),
-        ({"target_modules": ["q_proj"], "trainable_token_indices": [1, 2]}, "trained tokens"),
         ({"target_modules": ["q_proj"], "init_lora_weights": "pissa"}, "pissa"),
         ({"target_modules": ["q_proj"], "init_lora_weights": "olora"}, "olora"),
-        ({"target_modules": ["embed_tokens"]}, "embed_tokens"),
-        ({"target_modules": ["q_proj"], "alora_invocation_tokens": [1]}, "activated LoRA"),
         ({"target_modules": ["q_proj"], "kasa_config": peft.KasaConfig()}, "KaSA"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,

@@ -21,9 +21,6 @@ CASES = {
     case["id"]: case
     for case in json.loads((Path(__file__).parent / "cases.json").read_text())["cases"]
 }
-# Until the type is served: refused by its name, whatever the case expects.
-IA3_CASES = ["ia3-attention", "ia3-feedforward"]
-
 DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
@@ -67,28 +64,49 @@ def write_case(folder: Path, name: str, **changes) -> Path:
 def assert_loads(case, weights):
     expect = case["expect"]
     stored = fill(case["tensors"], expect.get("fill"))
-    for name, parts in weights.layers.items():
-        layer = parts.low_rank
-        scaling = expect["scaling"]
-        if isinstance(scaling, dict):
-            scaling = scaling[name.rpartition(".")[2]]
-        assert layer.scaling == scaling
-        assert any(torch.equal(layer.a, value) for value in stored.values())
-    assert 2 * len(weights.layers) == len(stored)
+    if expect["scaling"] is None:
+        assert_scaled_by(stored, weights)
+    else:
+        assert_products(expect["scaling"], stored, weights)
     if "layers" in expect:
         assert {int(name.split(".")[2]) for name in weights.layers} == set(expect["layers"])
     if "listing" in expect:
         assert any(expect["listing"] in note for note in weights.notes)
+    if "raw_readers" in expect:
+        readers = {name for name, parts in weights.layers.items() if parts.reads_raw}
+        assert {name.split(".", 3)[3] for name in readers} == set(expect["raw_readers"])
     if case["id"] == "language-model-prefix":
         assert any("model.language_model" in note for note in weights.notes)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in IA3_CASES])
-def test_case(name, tmp_path, base, facts, tiny_llama):
+def assert_products(scalings, stored, weights):
+    products = [name for name in stored if ".lora_A." in name]
+    assert len(weights.layers) == len(products)
+    for name, parts in weights.layers.items():
+        layer, scaling = parts.low_rank, scalings
+        if isinstance(scaling, dict):
+            scaling = scaling[name.rpartition(".")[2]]
+        assert layer.scaling == scaling
+        assert any(torch.equal(layer.a, value) for value in stored.values())
+
+
+def assert_scaled_by(stored, weights):
+    """IA3: each stored vector is the gain of its layer, or the scale of its input."""
+    assert len(weights.layers) == len(stored)
+    for name, vector in stored.items():
+        parts = weights.layers[name.removeprefix("base_model.model.").removesuffix(".ia3_l")]
+        is_input = name.endswith("down_proj.ia3_l")
+        used, other = (parts.in_scale, parts.gain)[:: 1 if is_input else -1]
+        assert other is None
+        assert torch.equal(used, vector.flatten())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_case(name, tmp_path, base, facts, tiny_llama, base_weights):
     case = CASES[name]
     expect = case["expect"]
     known = {"result", "scaling", "layers", "needs", "setting", "error_names", "any", "fill"}
-    assert set(expect) <= known | {"listing", "note", "alt", "model_extra"}, (
+    assert set(expect) <= known | {"listing", "note", "alt", "model_extra", "raw_readers"}, (
         "the case expects something new"
     )
     folder = write_case(tmp_path / name, name)
@@ -98,27 +116,30 @@ def test_case(name, tmp_path, base, facts, tiny_llama):
     if "model_extra" in expect:
         assert expect["model_extra"] == "tie_word_embeddings=True"
         base = facts(tiny_llama(tie_word_embeddings=True))
-    if expect["result"] in ("loads", "loads-or-refused"):
-        weights = read_adapter(folder, base, max_rank=64 if high else 16)
-        assert_loads(case | {"expect": {"scaling": 2.0} | expect}, weights)
+    if expect["result"] != "refused":
+        assert expect["result"] in ("loads", "loads-or-refused", "loads-as-dora-or-refused")
+        weights = read_adapter(
+            folder, base, max_rank=64 if high else 16, base_weights=base_weights(tiny_llama())
+        )
+        if name == "dora-flag":
+            assert all(parts.gain is not None for parts in weights.layers.values())
+        else:
+            assert_loads(case | {"expect": {"scaling": 2.0} | expect}, weights)
     else:
-        assert expect["result"] in ("refused", "loads-as-dora-or-refused")
         with pytest.raises(BranchlineError) as caught:
             read_adapter(folder, base, max_rank=16)
         found = [word in str(caught.value) for word in expect["error_names"]]
         assert any(found) if expect.get("any") else all(found), str(caught.value)
 
 
-@pytest.mark.parametrize("name", IA3_CASES)
-def test_ia3_case_is_refused_by_name(name, tmp_path, base):
-    folder = write_case(tmp_path / name, name)
-    with pytest.raises(AdapterUnsupportedError, match="IA3"):
-        read_adapter(folder, base, max_rank=16)
-
-
 def test_all_cases_are_run():
     assert len(CASES) == 32
-    assert set(IA3_CASES) <= set(CASES)
+
+
+def test_dora_without_the_base_weights_is_refused_by_name(tmp_path, base):
+    folder = write_case(tmp_path / "dora", "dora-flag")
+    with pytest.raises(AdapterUnsupportedError, match=r"DoRA.*weights of the base model"):
+        read_adapter(folder, base, max_rank=16)
 
 
 def test_a_tied_head_that_may_not_take_a_branch_is_refused_by_name(tmp_path, facts, tiny_llama):
@@ -146,7 +167,6 @@ ERROR_TYPES = {
     "wrong-shape": AdapterMismatchError,
     "seq-cls-on-causal-lm": AdapterUnsupportedError,
     "implicit-head": AdapterUnsupportedError,
-    "dora-flag": AdapterUnsupportedError,
     "float8-weights": AdapterUnsupportedError,
     "nan-weights": AdapterFormatError,
     "mlx-lm": AdapterFormatError,

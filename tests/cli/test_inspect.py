@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import IA3Config, get_peft_model
+from peft import HRAConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -281,11 +281,11 @@ def test_an_adapter_that_does_not_fit(branchline, tone, mixed, tmp_path):
 
 
 def test_an_adapter_that_is_not_served(branchline, model_folder, tmp_path):
-    config = IA3Config(target_modules=["k_proj"], feedforward_modules=[], task_type="CAUSAL_LM")
+    config = HRAConfig(target_modules=["k_proj"], task_type="CAUSAL_LM")
     get_peft_model(LlamaForCausalLM.from_pretrained(model_folder), config).save_pretrained(tmp_path)
     done = branchline("inspect", tmp_path)
-    assert "PEFT type 'IA3' is not served" in refused(done)
-    assert "adapter IA3, " in done.out
+    assert "PEFT type 'HRA' is not served" in refused(done)
+    assert "adapter HRA, " in done.out
 
 
 # --- what cannot be read

@@ -19,7 +19,7 @@ from branchline.linear.contract import InputContract, InputScale
 from branchline.linear.kernels.emulated import EmulatedLinear
 from branchline.linear.kernels.float import FloatLinear
 from branchline.linear.quantized_weight import QuantizedWeight
-from branchline.linear.registry import Holder, LayerRegistry, SharedInput
+from branchline.linear.registry import Holder, Holding, LayerRegistry, SharedInput
 from branchline.linear.routed import RoutedLinear, RowLayout
 from branchline.policies.planner import Planner
 from branchline.policies.policy import make_policy
@@ -100,11 +100,8 @@ class World:
         )
 
     def load(self, key: int, name: str, *layers: str, rank: int | None = None) -> None:
-        holder = Holder(name, shrink_rank=rank)
-        changes = {
-            n: {**self.registry.branches(self.registry.layers[n]), key: holder} for n in layers
-        }
-        self.registry.set_branches(changes, f"adapter '{name}' was loaded")
+        holding = Holding(name, dict.fromkeys(layers, Holder(shrink_rank=rank)))
+        self.registry.set_holdings({key: holding}, (), f"adapter '{name}' was loaded")
 
 
 # --- decisions ---------------------------------------------------------------------------------
@@ -249,7 +246,7 @@ def test_loading_and_unloading_are_followed():
     assert world.planner.plan({7: "sql"}).routes[1] is Route.FUSED
     world.load(7, "sql", "q")
     assert world.planner.plan({7: "sql"}).routes[1] is Route.UNFUSED
-    world.registry.set_branches({"q": {}}, "unloaded")
+    world.registry.set_holdings({}, {7}, "unloaded")
     assert world.planner.plan({7: "sql"}).routes[1] is Route.FUSED
 
 

@@ -69,6 +69,17 @@ def test_absorbed_takes_lora_alone():
 
 
 @pytest.mark.parametrize(
+    "policy", [DynamicPolicy(), DualPolicy(), AbsorbedPolicy()], ids=lambda p: p.name
+)
+def test_what_is_changed_before_the_linears_cannot_be_codes(policy):
+    changer = RawReader("branch", "boft", "layers.3.mlp.down_proj", changes_input=True)
+    for readers in ((changer,), (LORA, changer)):
+        (choice,) = policy.choose(SiteState(readers, True))
+        assert choice.route is Route.UNFUSED
+        assert choice.reason == f"changed before the linears by {changer}"
+
+
+@pytest.mark.parametrize(
     ("name", "cls"),
     [
         ("dynamic", DynamicPolicy),

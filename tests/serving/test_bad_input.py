@@ -49,7 +49,7 @@ def other_task(folder):
 
 
 def other_type(folder):
-    edit_config(folder, peft_type="IA3")
+    edit_config(folder, peft_type="SHIRA")
 
 
 def nan_weights(folder):
@@ -75,7 +75,7 @@ def wrong_base(folder):
         (other_tool, errors.AdapterFormatError, ["mlx"]),
         (truncated, errors.AdapterFormatError, ["adapter_model.safetensors"]),
         (other_task, errors.AdapterMismatchError, ["SEQ_CLS", "CAUSAL_LM"]),
-        (other_type, errors.AdapterUnsupportedError, ["IA3"]),
+        (other_type, errors.AdapterUnsupportedError, ["SHIRA"]),
         (nan_weights, errors.AdapterFormatError, ["NaN", "lora_"]),
         (wrong_base, errors.AdapterMismatchError, ["96", "64", "q_proj"]),
     ],
@@ -140,9 +140,13 @@ def test_names(llama):
 
 def test_too_many_adapters(llama):
     served = llama.wrap(max_loras=1)
-    served.adapters.load("a", llama.folders["attn"])
+    for name in ("attn", "mlp"):
+        served.adapters.load(name, llama.folders[name])
+    alone = {name: with_names(served, name, name) for name in ("attn", "mlp", "attn")}
     with pytest.raises(errors.AdapterCapacityError, match="max_loras=1"):
-        served.adapters.load("b", llama.folders["mlp"])
+        with_names(served, "attn", "mlp")
+    for name, expected in alone.items():
+        assert torch.equal(with_names(served, name, name), expected)
     off = llama.wrap(max_loras=0)
     with pytest.raises(errors.AdapterCapacityError, match="max_loras=0"):
         off.adapters.load("a", llama.folders["attn"])
@@ -163,6 +167,13 @@ def test_settings(llama):
         ({"policy": "guess"}, "guess"),
         ({"max_lora": 3}, "max_loras"),
         ({"max_loras": -1}, "max_loras"),
+        ({"max_cpu_loras": -1}, "max_cpu_loras"),
+        ({"eviction": "fifo"}, "eviction"),
+        ({"lora_slots": "8"}, "rank:count"),
+        ({"lora_slots": {8: 0}}, "count below 1"),
+        ({"lora_slots": "2000:1"}, "rank outside"),
+        ({"lora_slots": "8:1,8:2"}, "twice"),
+        ({"lora_slots": "8:1", "max_loras": 4}, "in the place of max_loras"),
         ({"ignore": ["model.layers.7.*"]}, r"layers\.7"),
         ({"percentile": 0.0}, "percentile"),
         ({"quant": "fp8-dynamic", "calibration": CALIBRATION}, "no static scales"),

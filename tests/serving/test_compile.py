@@ -66,6 +66,28 @@ def test_the_whole_model_compiles_once(llama, settings):
     assert counter.frame_count == frames
 
 
+def test_fifty_swaps_and_evictions_compile_nothing_and_move_nothing(llama):
+    served = llama.wrap(quant="fp8-dynamic", max_loras=2)
+    folders = list(llama.folders.values())
+    for name in ("one", "two", "three"):
+        served.adapters.load(name, llama.folders["all"])
+    counter = CompileCounterWithBackend("aot_eager")
+    mlp = served.model.model.layers[0].mlp
+    compiled = torch.compile(mlp, fullgraph=True, dynamic=True, backend=counter)
+    x = torch.randn(2, 5, 64).to(torch.bfloat16)
+    low_rank = served.registry.layers["model.layers.0.mlp.down_proj"].branch.low_rank
+    addresses = (low_rank.a.data_ptr(), low_rank.b.data_ptr())
+    for step in range(50):
+        name = ("one", "two", "three")[step % 3]
+        served.adapters.swap(name, folders[step % len(folders)])
+        # Another order of names, names that are not loaded now, and mixtures beside base rows.
+        for names in ([name, None], [None, "two"], [{"one": 0.5, "three": 0.5}, None]):
+            with served.adapters.rows(names):
+                assert torch.equal(compiled(x), mlp(x))
+    assert (low_rank.a.data_ptr(), low_rank.b.data_ptr()) == addresses
+    assert counter.frame_count == 1
+
+
 @pytest.mark.parametrize("settings", SETTINGS[::5], ids=lambda s: "-".join(s.values()))
 def test_inductor_gives_the_same_bytes(llama, settings):
     served = llama.served(**settings)

@@ -60,7 +60,7 @@ def test_per_call_names_override_a_block(llama):
 
 @pytest.mark.parametrize(
     "name",
-    ["generate_batch", "save_pretrained", "state_dict", "load_adapter", "init_continuous_batching"],
+    ["generate_batch", "save_pretrained", "state_dict", "add_adapter", "init_continuous_batching"],
 )
 def test_what_would_pass_by_the_routes_is_refused(llama, name):
     served = llama.wrap()

@@ -84,7 +84,7 @@ class OutputOnly:
     def __init__(self) -> None:
         self.seen = []
 
-    def add(self, out, x, slots):
+    def add(self, out, x, rows):
         self.seen.append(x.raw())
         return out
 

@@ -70,7 +70,7 @@ def test_swaps_under_load_never_mix_versions(llama, tmp_path):
         thread.start()
     swapped = 0
     for i in range(40):
-        # Refused, not waited for, while both threads still use an older version each.
+        # Refused, not waited for, while the threads use an older version each.
         with contextlib.suppress(AdapterCapacityError):
             served.adapters.swap("attn", folders[i % 2])
             swapped += 1

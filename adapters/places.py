@@ -1,0 +1,49 @@
+"""The branch of each kind of place that takes adapters."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from ..linear.routed import Place, RoutedLinear
+from .branch import LayerBranch
+from .embedding import EmbeddingPlace
+from .norm import NormBranch, NormPlace
+from .slots import SlotClasses
+
+
+class AnyBranch(Protocol):
+    """What adapters in slots do in one place."""
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory of all slots."""
+        ...
+
+    def write(self, slot: int, weights: Any) -> None:
+        """Fill a slot with parts of the place's kind; nothing of what was there before is left."""
+        ...
+
+    def clear(self, slot: int) -> None:
+        """Empty a slot."""
+        ...
+
+
+def make_branch(
+    place: Place, slots: SlotClasses, dtype: torch.dtype, device: torch.device
+) -> AnyBranch:
+    """An empty branch for `place`, which the caller attaches to it.
+
+    Args:
+        place: a linear, an embedding or a norm of the registry.
+        slots: of the model.
+        dtype: of the stacked matrices.
+        device: where the slots lie.
+    """
+    if isinstance(place, EmbeddingPlace):
+        return place.new_branch(dtype)
+    if isinstance(place, NormPlace):
+        return NormBranch(place)
+    assert isinstance(place, RoutedLinear)
+    return LayerBranch(place.name, slots, place.in_features, place.out_features, dtype, device)

@@ -1,0 +1,283 @@
+"""Batches that are ready to run: what a list of names stands for, kept while nothing changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..core.errors import AdapterUnsupportedError, BatchError
+from ..linear.batch import Batch, BatchPlan, MixedRows, active_batch, batch_scope
+from ..linear.parts import Part
+from ..linear.registry import LayerRegistry
+from .aliases import BASE_NAME, AliasTable
+from .invocation import Invocations
+from .mixture import Mixture
+from .store import VersionStore
+from .version import Version
+
+_KEPT = 256
+
+#: What one row may take.
+RowName = str | Mixture | Mapping[str, float] | None
+Names = tuple[str | Mixture | None, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class ReadyBatch:
+    """What rows of these names need.
+
+    Attributes:
+        epoch: of the registry, when the plan was asked for.
+        hooks: `LayerRegistry.hooks_unseen` then.
+        versions: the different ones.
+        lie_in: the slot of each.
+        plan: for them.
+        slots: int32 (places, rows), on the device; see `Batch.slots`.
+        mixed: see `Batch.mixed`.
+        invocations: by row, the tokens that its adapter waits for; empty where no row waits.
+    """
+
+    epoch: int
+    hooks: tuple[str | int, ...]
+    versions: tuple[Version, ...]
+    lie_in: tuple[int | None, ...]
+    plan: BatchPlan
+    slots: torch.Tensor
+    mixed: tuple[MixedRows, ...] = ()
+    invocations: tuple[tuple[int, ...] | None, ...] = ()
+
+    def begin(self, rows: int) -> Batch:
+        """A batch of its own for one block."""
+        tokens = Invocations(self.invocations) if self.invocations else None
+        return Batch(self.plan, rows, self.slots, mixed=self.mixed, tokens=tokens)
+
+
+class ReadyBatches:
+    """Makes them, keeps the latest, and counts who uses what.
+
+    Args:
+        registry: tells whether anything has changed.
+        aliases: the names.
+        store: the contents.
+        plan: makes (or finds) the plan for the adapters of a batch, and whether it has mixtures.
+        device: of the slots.
+    """
+
+    def __init__(
+        self,
+        registry: LayerRegistry,
+        aliases: AliasTable,
+        store: VersionStore,
+        plan: Callable[[Mapping[int, str], bool], BatchPlan],
+        device: torch.device,
+    ) -> None:
+        self._registry = registry
+        self._aliases = aliases
+        self._store = store
+        self._plan = plan
+        self._device = device
+        self._kept: dict[Names, ReadyBatch] = {}
+        self.open = 0
+
+    def acquire(self, names: Sequence[RowName]) -> ReadyBatch:
+        """What rows of these names need, counted as in use until `release`.
+
+        Raises:
+            AdapterError, BatchError: see `AdapterManager.rows`.
+        """
+        key = _hashable(names)
+        with self._store.lock:
+            self._store.refuse_if_closed()
+            self.open += 1
+            batch = self._find(key)
+            if batch is not None:
+                self._store.use(batch.versions)
+                return batch
+        with ExitStack() as undo:
+            undo.callback(self._count, -1)
+            _check_names(names, key)
+            made = self._make(key)
+            undo.pop_all()
+        return made
+
+    def _count(self, change: int) -> None:
+        with self._store.lock:
+            self.open += change
+
+    def release(self, batch: ReadyBatch) -> None:
+        """The batch has ended."""
+        with self._store.lock:
+            self.open -= 1
+            self._store.release(batch.versions)
+
+    def _find(self, names: Names) -> ReadyBatch | None:
+        batch = self._kept.get(names)
+        if batch is None:
+            return None
+        if batch.epoch != self._registry.epoch or batch.hooks != self._registry.hooks_unseen():
+            return None
+        for version, slot in zip(batch.versions, batch.lie_in, strict=True):
+            if version.slot != slot:
+                return None
+        return batch
+
+    def _make(self, names: Names) -> ReadyBatch:
+        held: dict[str | None, Version] = {}
+        try:
+            for name in _adapters_of(names):
+                held[name] = self._aliases.hold(name)
+            called = {version: name for name, version in held.items()}
+            for version in called:
+                self._store.bring_to_memory(version)
+            self._store.place(tuple(called))
+            epoch, hooks = self._registry.epoch, self._registry.hooks_unseen()
+            mixtures = any(isinstance(name, Mixture) for name in names)
+            live = {version.key: str(name) for version, name in called.items()}
+            plan = self._plan(live, mixtures)
+            chosen = [None if isinstance(n, Mixture) else held.get(n) for n in names]
+            slots = self._slots(chosen)
+            lie_in = tuple(version.slot for version in called)
+            invocations = tuple(v.invocation or None if v else None for v in chosen)
+            batch = ReadyBatch(
+                epoch, hooks, tuple(called), lie_in, plan, slots,
+                self._mixed(names, held), invocations if any(invocations) else (),
+            )  # fmt: skip
+            with self._store.lock:
+                self._store.use(batch.versions)
+                self._keep(names, batch)
+        finally:
+            with self._store.lock:
+                # What was held by its name is held by the batch now, or not at all.
+                self._store.release(held.values())
+        return batch
+
+    def _slots(self, chosen: Sequence[Version | None]) -> torch.Tensor:
+        return slots_by_place(chosen, len(self._registry.places), self._device)
+
+    def _mixed(self, names: Names, held: Mapping[str | None, Version]) -> tuple[MixedRows, ...]:
+        """The rows of mixtures: first the first adapter of each, then the second, and so on."""
+        mixtures = [name.weights if isinstance(name, Mixture) else () for name in names]
+        for name in dict.fromkeys(name for mixture in mixtures for name, _ in mixture):
+            _check_mixes(name, held[name])
+        passes = []
+        for place in range(max(map(len, mixtures), default=0)):
+            taken = [mixture[place] if place < len(mixture) else None for mixture in mixtures]
+            chosen = [None if pair is None else held[pair[0]] for pair in taken]
+            weights = torch.tensor([0.0 if pair is None else pair[1] for pair in taken])
+            passes.append(MixedRows(self._slots(chosen), weights.to(self._device)))
+        return tuple(passes)
+
+    def _keep(self, names: Names, batch: ReadyBatch) -> None:
+        self._kept.pop(names, None)
+        self._kept[names] = batch
+        if len(self._kept) > _KEPT:
+            del self._kept[next(iter(self._kept))]
+
+
+class RowsBlock:
+    """The block of `AdapterManager.rows`.  A class, since generators would double its cost.
+
+    Args:
+        batches: gives what its rows need.
+        owner: of the layers.
+        names: by row.
+        alone: refuse to begin inside of another block.
+    """
+
+    def __init__(
+        self, batches: ReadyBatches, owner: int, names: Sequence[RowName], *, alone: bool
+    ) -> None:
+        self._batches = batches
+        self._owner = owner
+        self._names = names
+        self._alone = alone
+
+    def __enter__(self) -> Batch:
+        names = self._names
+        if self._alone and active_batch(self._owner) is not None:
+            raise BatchError(
+                f"rows({names!r})",
+                "another rows() block of this model is open here",
+                "leave it first, or pass adapter_names= to each call",
+            )
+        self._ready = self._batches.acquire(names)
+        self._batch = self._ready.begin(len(names))
+        self._scope = batch_scope(self._owner, self._batch)
+        self._scope.__enter__()
+        return self._batch
+
+    def __exit__(self, *raised: Any) -> None:
+        try:
+            self._scope.__exit__(None, None, None)
+        finally:
+            self._batch.ended.set()
+            self._batches.release(self._ready)
+
+
+def _hashable(names: Sequence[RowName]) -> Names:
+    """The names as a key; one that stands for nothing where they are none."""
+    key: tuple[Any, ...] = () if isinstance(names, str) else tuple(names)
+    try:
+        hash(key)
+    except TypeError:
+        key = tuple(Mixture.of(n) if isinstance(n, Mapping) else n for n in key)
+        try:
+            hash(key)
+        except TypeError:
+            return ()
+    return key
+
+
+def _adapters_of(names: Names) -> dict[str, None]:
+    found: dict[str, None] = {}
+    for name in dict.fromkeys(names):
+        if isinstance(name, Mixture):
+            found |= dict.fromkeys(name.names)
+        elif name is not None and name != BASE_NAME:
+            found[name] = None
+    return found
+
+
+def _check_mixes(name: str, version: Version) -> None:
+    plain = all(holder.parts == Part.PLAIN for holder in version.footprint.layers.values())
+    if not plain or version.invocation:
+        raise AdapterUnsupportedError(
+            f"adapter '{name}'",
+            f"is more than low-rank products (it is {version.peft_type}): those alone are mixed",
+            "name it alone in its row, or mix plain LoRA adapters",
+        )
+
+
+def _check_names(names: Sequence[RowName], key: Names) -> None:
+    # Names that were found among those that are kept ready were checked then.
+    if not key or not all(name is None or isinstance(name, str | Mixture) for name in key):
+        raise BatchError(
+            f"rows({names!r})",
+            "expected one adapter name, or None, for every row of the batch",
+            "pass a list such as ['sql', None]",
+        )
+
+
+def slots_by_place(
+    chosen: Sequence[Version | None], places: int, device: torch.device
+) -> torch.Tensor:
+    """int32 (places, rows): each row's slot where its version has a branch, else -1.
+
+    Args:
+        chosen: by row; those that are there have slots.
+        places: of the model.
+        device: of the result.
+    """
+    different = list(dict.fromkeys(version for version in chosen if version is not None))
+    # The last row is that of no adapter.
+    slots = torch.full((len(different) + 1, places), -1, dtype=torch.int32)
+    for index, version in enumerate(different):
+        assert version.slot is not None
+        slots[index, version.footprint.mask] = version.slot
+    at = {version: index for index, version in enumerate(different)}
+    rows = [len(different) if version is None else at[version] for version in chosen]
+    return slots[rows].T.contiguous().to(device)

@@ -1,0 +1,252 @@
+"""LoRA, and what PEFT builds on it: rsLoRA, DoRA, a bias, block-diagonal and activated LoRA."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ...core.errors import AdapterUnsupportedError
+from ..base import TargetEmbedding, TargetLayer
+from ..findings import Finding, unsupported
+from ..lowering import lora as lowering
+from ..lowering.base import BaseLinear, Effect, Shapes
+from ..tensor_file import TensorHeader
+from ..weights import AnyWeights
+from .base import Lowering, Module, TunerType
+from .config import ConfigKeys, EndRegex, Index, Number, Rank, TunerConfig
+
+# Initialisations that fill A and B and leave the base weight alone.
+_PLAIN_INITIALISATIONS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
+# These subtract the first B @ A from the base weight (LoftQ: replace it). A and B then belong to
+# the changed weight, and without it the sum is wrong.
+_BASE_CHANGING_INITIALISATIONS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+class BlockDiagonal(BaseModel):
+    """PEFT's `BdLoraConfig`: whose A, and whose B, is stored as `nblocks` diagonal blocks.
+
+    `match_strict` asks training for a match of every target; saved tensors show what it came to.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    target_modules_bd_a: list[str] | None = None
+    target_modules_bd_b: list[str] | None = None
+    nblocks: Rank = 1
+    match_strict: bool = True
+
+
+class LoraConfigFile(TunerConfig):
+    """The served keys of a LoRA config, with PEFT's defaults except for `r` and `lora_alpha`.
+
+    Those two have no default: every PEFT version writes them, and a file without them would
+    otherwise be scaled by a guess.
+    """
+
+    r: Rank
+    lora_alpha: Number
+    use_rslora: bool = False
+    use_dora: bool = False
+    lora_bias: bool = False
+    use_bdlora: BlockDiagonal | None = None
+    alora_invocation_tokens: list[Index] | None = None
+    rank_pattern: dict[EndRegex, Rank] = Field(default_factory=dict)
+    alpha_pattern: dict[EndRegex, Number] = Field(default_factory=dict)
+
+
+class Lora(TunerType[LoraConfigFile]):
+    """LoRA."""
+
+    peft_type = "LORA"
+    effect = Effect.RAW
+    computed = (
+        "a low-rank product; DoRA also a gain, `lora_bias` a shift; activated LoRA from its "
+        "invocation tokens on"
+    )
+    config = LoraConfigFile
+    targets = (TargetLayer, TargetEmbedding)
+    kinds = "linear or embedding"
+    keys = ConfigKeys(
+        served=frozenset(
+            {
+                "bias",
+                "r",
+                "lora_alpha",
+                "use_rslora",
+                "use_dora",
+                "lora_bias",
+                "use_bdlora",
+                "alora_invocation_tokens",
+                "rank_pattern",
+                "alpha_pattern",
+                "target_modules",
+                "exclude_modules",
+                "layers_to_transform",
+                "layers_pattern",
+                "modules_to_save",
+                "trainable_token_indices",
+            }
+        ),
+        harmless={
+            "corda_config": "settings of an initialisation",
+            "eva_config": "settings of an initialisation; the ranks it found are in rank_pattern",
+            # PEFT corrects it to what the module is (False for nn.Linear, True for Conv1D) and
+            # stores lora_A (r, K) and lora_B (N, r) either way.
+            "fan_in_fan_out": "the layout of the base weight",
+            "init_lora_weights": "checked: most only fill A and B",
+            "lora_dropout": "acts in training only",
+            "lora_ga_config": "settings of an initialisation",
+            "loftq_config": "settings of an initialisation",
+            "megatron_core": "read only together with megatron_config, which is refused",
+            "merge_weights": "PEFT 0.2: whether evaluation merges",
+            "qalora_group_size": "read only together with use_qalora, which is refused",
+            "runtime_config": "PEFT itself ignores it in a file",
+        },
+        refused={
+            "arrow_config": "Arrow routing",
+            "enable_lora": "grouped LoRA of PEFT 0.2",
+            "ensure_weight_tying": "tied adapters",
+            "kasa_config": "KaSA",
+            "layer_replication": "layer replication",
+            "megatron_config": "Megatron layers",
+            "monteclora_config": "Monteclora",
+            "target_parameters": "LoRA on bare parameters",
+            "use_qalora": "QALoRA",
+            "velora_config": "VeLoRA",
+        },
+        required=frozenset({"r", "lora_alpha"}),
+        optional_none=frozenset({"bias"}),
+    )
+
+    def check_config(self, raw: Mapping[str, Any]) -> list[Finding]:
+        """An initialisation that changed the base is refused, an unknown one too."""
+        return [*_initialisation(raw.get("init_lora_weights")), *_combinations(raw)]
+
+    def parts(self, config: LoraConfigFile) -> Mapping[str, str]:
+        """lora_A and lora_B, or their embedding forms; what the variants add."""
+        ends = {
+            "lora_A": "lora_A.weight",
+            "lora_B": "lora_B.weight",
+            "lora_embedding_A": "lora_embedding_A",
+            "lora_embedding_B": "lora_embedding_B",
+        }
+        if config.use_dora:
+            ends["lora_magnitude_vector"] = "lora_magnitude_vector"
+        if config.lora_bias:
+            ends["lora_B.bias"] = "lora_B.bias"
+        return ends
+
+    def shapes(self, config: LoraConfigFile, module: Module) -> Shapes:
+        """lora_A `(r, K)` and lora_B `(N, r)`; of an embedding A `(r, V)` and B `(D, r)`."""
+        settings, target = self.settings(config, module), module.target
+        if isinstance(target, TargetEmbedding):
+            return lowering.embedding_shapes(settings, target.num_embeddings, target.embedding_dim)
+        layer = module.linear
+        base = BaseLinear(layer.name, layer.in_features, layer.out_features)
+        return lowering.shapes(settings, base)
+
+    def dimensions(self, part: str) -> tuple[str, ...] | None:
+        """Of every part that has a size of the layer's."""
+        return {
+            "lora_A": ("rank", "inputs"),
+            "lora_B": ("outputs", "rank"),
+            "lora_embedding_A": ("rank", "tokens"),
+            "lora_embedding_B": ("columns", "rank"),
+            "lora_B.bias": ("outputs",),
+            "lora_magnitude_vector": ("outputs",),
+        }.get(part)
+
+    def rank(self, config: LoraConfigFile, module: Module) -> int:
+        """After the patterns."""
+        return self.patterned(config.rank_pattern, config.r, module)
+
+    def invocation(self, config: LoraConfigFile) -> tuple[int, ...]:
+        """Of activated LoRA."""
+        return tuple(config.alora_invocation_tokens or ())
+
+    def needs_base(self, config: LoraConfigFile) -> str | None:
+        """DoRA, whose gain is of the norms of the summed weight."""
+        return "DoRA" if config.use_dora else None
+
+    def sizes(
+        self, config: LoraConfigFile, headers: Mapping[str, TensorHeader]
+    ) -> tuple[int, int] | None:
+        """The outer sizes of the halves; what is no matrix is refused before it counts."""
+        outer = {part: header.shape for part, header in headers.items()}
+        inputs = outer.get("lora_A", ())[-1:]
+        outputs = outer.get("lora_B", ())[:1]
+        if not inputs and not outputs and not outer.keys() & {"lora_A", "lora_B"}:
+            return None
+        layout = self._blocks(config, next(iter(headers.values())).name)
+        return (inputs[0] * layout[0] if inputs else 0), (outputs[0] if outputs else 0)
+
+    def lower(self, config: LoraConfigFile, module: Module, given: Lowering) -> AnyWeights:
+        """A product; with DoRA also a gain, with `lora_bias` a shift."""
+        settings, target = self.settings(config, module), module.target
+        if isinstance(target, TargetEmbedding):
+            if config.alora_invocation_tokens:
+                raise AdapterUnsupportedError(
+                    f"embedding {target.name!r}",
+                    "has a branch of an activated LoRA, which PEFT has on linears only",
+                    "train the adapter on linears",
+                )
+            return lowering.lower_embedding(
+                given.tensors, settings, target.name, target.num_embeddings, target.embedding_dim
+            )
+        return lowering.lower(given.tensors, settings, given.base_linear(module.linear))
+
+    def settings(self, config: LoraConfigFile, module: Module) -> lowering.LoraSettings:
+        """The settings of one module, after the patterns."""
+        a_blocks, b_blocks = self._blocks(config, module.alias)
+        return lowering.LoraSettings(
+            rank=self.rank(config, module),
+            alpha=self.patterned(config.alpha_pattern, config.lora_alpha, module),
+            use_rslora=config.use_rslora,
+            use_dora=config.use_dora,
+            lora_bias=config.lora_bias,
+            a_blocks=a_blocks,
+            b_blocks=b_blocks,
+        )
+
+    def _blocks(self, config: LoraConfigFile, alias: str) -> tuple[int, int]:
+        blocks = config.use_bdlora
+        if blocks is None:
+            return 1, 1
+        # PEFT looks for the entries anywhere in the module's name, A's first.
+        if any(entry in alias for entry in blocks.target_modules_bd_a or ()):
+            return blocks.nblocks, 1
+        if any(entry in alias for entry in blocks.target_modules_bd_b or ()):
+            return 1, blocks.nblocks
+        return 1, 1
+
+
+def _initialisation(value: object) -> list[Finding]:
+    if value is None or isinstance(value, bool):
+        return []
+    name = value.lower() if isinstance(value, str) else None
+    if name in _PLAIN_INITIALISATIONS:
+        return []
+    shown = repr(value)[:60]
+    if name is not None and name.startswith(_BASE_CHANGING_INITIALISATIONS):
+        text = f"init_lora_weights={shown} changes the base weights it was trained against"
+        remedy = (
+            "save it as plain LoRA with PEFT's "
+            "save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+        )
+        return [unsupported(text, remedy)]
+    text = f"init_lora_weights={shown} is unknown"
+    return [unsupported(text, "use an initialisation that leaves the base weights alone")]
+
+
+def _combinations(raw: Mapping[str, Any]) -> list[Finding]:
+    variants = ("use_dora", "lora_bias", "use_bdlora", "alora_invocation_tokens")
+    used = [key for key in variants if raw.get(key)]
+    if raw.get("alora_invocation_tokens"):
+        # They would have to act on some tokens of a row and not on others.
+        used += [key for key in ("modules_to_save", "trainable_token_indices") if raw.get(key)]
+    if len(used) < 2:
+        return []
+    text = f"{' together with '.join(used)} is not served"
+    return [unsupported(text, "train the adapter with one of them")]
