@@ -60,7 +60,8 @@ def assemble(
     tables = {name: part for name, part in parts.items() if isinstance(part, EmbeddingWeights)}
     norms = {name: part for name, part in parts.items() if isinstance(part, NormWeights)}
     effect = effect_note(layers) if not tables and not norms else None
-    notes = (*plan.notes, *assembly.notes, *((effect,) if effect else ()))
+    notes = (*plan.notes, *assembly.notes, *_dense_notes(plan, layers))
+    notes += (effect,) if effect else ()
     invocation = plan.tuner.invocation(plan.config)
     return AdapterWeights(
         source,
@@ -71,6 +72,24 @@ def assemble(
         MappingProxyType(norms),
         plan.tuner.peft_type,
         invocation=invocation,
+    )
+
+
+def _dense_notes(plan: LoadPlan, layers: Mapping[str, LayerWeights]) -> tuple[str, ...]:
+    """Say where the slots' rank, and nothing else, makes dense what could be a product."""
+    ranks = []
+    for name, weights in layers.items():
+        module = plan.modules[name].module
+        if weights.delta is None or not module.headers:
+            continue
+        rank, (outputs, inputs) = plan.tuner.product_rank(plan.config, module), weights.delta.shape
+        if rank > plan.max_rank and rank * (inputs + outputs) < inputs * outputs:
+            ranks.append(rank)
+    if not ranks:
+        return ()
+    return (
+        f"dense: products of rank {max(ranks)} fit no slot of rank {plan.max_rank}, so "
+        f"{len(ranks)} linears multiply with a change of the whole weight",
     )
 
 

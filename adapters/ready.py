@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..core.errors import AdapterUnsupportedError, BatchError
-from ..linear.batch import Batch, BatchPlan, MixedRows, active_batch, batch_scope
+from ..linear.batch import Batch, BatchPlan, BatchScope, MixedRows, active_batch
 from ..linear.parts import Part
 from ..linear.registry import LayerRegistry
 from .aliases import BASE_NAME, AliasTable
@@ -206,7 +206,7 @@ class RowsBlock:
             )
         self._ready = self._batches.acquire(names)
         self._batch = self._ready.begin(len(names))
-        self._scope = batch_scope(self._owner, self._batch)
+        self._scope = BatchScope(self._owner, self._batch)
         self._scope.__enter__()
         return self._batch
 

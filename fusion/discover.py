@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from ..core.oracle import ActivationSemantics, NormSemantics, Semantics
 from ..core.route import Route
-from ..linear.batch import BarePlan, Batch, batch_scope
+from ..linear.batch import BarePlan, Batch, BatchScope
 from ..linear.hooks import hooks_suspended, unwatch_hooks
 from ..linear.registry import LayerRegistry, SharedInput
 from ..linear.routed import RoutedLinear, RowLayout
@@ -123,7 +123,7 @@ class _Discoverer:
         self, parent: nn.Module, forward: Callable[..., Any], given: torch.Tensor
     ) -> bool:
         unfused = BarePlan((0,) * len(self.sites), (False,) * len(self.registry))
-        with torch.no_grad(), batch_scope(self.registry.owner, Batch(unfused)):
+        with torch.no_grad(), BatchScope(self.registry.owner, Batch(unfused)):
             try:
                 ours = forward(given.clone())
             except PROBE_ERRORS:

@@ -13,7 +13,7 @@ from ..core.quant_key import (
     ScaleFormat,
     ScaleLayout,
 )
-from .batch import Batch, active_batch, batch_scope
+from .batch import Batch, BatchScope, active_batch
 from .contract import InputContract, InputScale
 from .registry import LayerRegistry, RawReader
 from .routed import RoutedLinear, RowLayout
@@ -27,6 +27,7 @@ __all__ = [
     "MXFP8",
     "NVFP4",
     "Batch",
+    "BatchScope",
     "Granularity",
     "InputContract",
     "InputScale",
@@ -38,5 +39,4 @@ __all__ = [
     "ScaleFormat",
     "ScaleLayout",
     "active_batch",
-    "batch_scope",
 ]

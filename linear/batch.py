@@ -6,9 +6,7 @@ threads (or two tasks) with two batches of one model never see each other's.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -67,6 +65,23 @@ class FusionRules:
     shrink_width: int = 0
 
 
+class Flag:
+    """Set once and for all; many times cheaper than an event that nobody waits for."""
+
+    __slots__ = ("_is_set",)
+
+    def __init__(self) -> None:
+        self._is_set = False
+
+    def set(self) -> None:
+        """From now on `is_set`."""
+        self._is_set = True
+
+    def is_set(self) -> bool:
+        """Whether `set` was called."""
+        return self._is_set
+
+
 class TokenMask(Protocol):
     """On which tokens of its rows the adapters of a batch act."""
 
@@ -88,9 +103,10 @@ class MixedRows:
     weights: torch.Tensor
 
 
-@dataclass(frozen=True, eq=False)
+# Not frozen: that would double the time it takes to begin a batch.
+@dataclass(eq=False)
 class Batch:
-    """One batch of one model.
+    """One batch of one model; nobody changes it.
 
     Attributes:
         plan: the frozen plan for the adapters of this batch.
@@ -112,7 +128,7 @@ class Batch:
     memo: dict[int, Any] = field(default_factory=dict)
     mixed: tuple[MixedRows, ...] = ()
     tokens: TokenMask | None = None
-    ended: threading.Event = field(default_factory=threading.Event)
+    ended: Flag = field(default_factory=Flag)
 
     @cached_property
     def slots_by_place(self) -> tuple[torch.Tensor, ...]:
@@ -135,22 +151,30 @@ def active_batch(owner: int) -> Batch | None:
     return _active.get().get(owner)
 
 
-@contextmanager
-def batch_scope(owner: int, batch: Batch) -> Iterator[None]:
+class BatchScope:
     """Make `batch` the one in flight of `owner`; afterwards it is the one from before.
 
     Blocks may end in another order than they began (generators do that): only the block whose
-    batch is in flight puts another in its place, and never one that has ended.
+    batch is in flight puts another in its place, and never one that has ended.  A class, since a
+    generator would cost more than what it does.
     """
-    before = _active.get()
-    _active.set(MappingProxyType({**before, owner: batch}))
-    try:
-        yield
-    finally:
-        now = dict(_active.get())
-        if now.get(owner) is batch:
-            del now[owner]
-            earlier = before.get(owner)
-            if earlier is not None and not earlier.ended.is_set():
-                now[owner] = earlier
-            _active.set(MappingProxyType(now))
+
+    __slots__ = ("_batch", "_before", "_owner")
+
+    def __init__(self, owner: int, batch: Batch) -> None:
+        self._owner = owner
+        self._batch = batch
+
+    def __enter__(self) -> None:
+        self._before = before = _active.get()
+        _active.set(MappingProxyType({**before, self._owner: self._batch}))
+
+    def __exit__(self, *raised: object) -> None:
+        owner, now = self._owner, dict(_active.get())
+        if now.get(owner) is not self._batch:
+            return
+        del now[owner]
+        earlier = self._before.get(owner)
+        if earlier is not None and not earlier.ended.is_set():
+            now[owner] = earlier
+        _active.set(MappingProxyType(now))

@@ -27,7 +27,7 @@ from ..core.errors import (
     BatchError,
     ConfigError,
 )
-from ..linear.batch import active_batch, batch_scope
+from ..linear.batch import BatchScope, active_batch
 from ..linear.registry import LayerRegistry
 from .peft_status import PeftConfigs, layer_status, model_status
 
@@ -278,7 +278,7 @@ class PeftSurface:
         return self._active_scope(name, rows)
 
     def _base_scope(self) -> Any:
-        return batch_scope(self.registry.owner, self.adapters.base_batch())
+        return BatchScope(self.registry.owner, self.adapters.base_batch())
 
     @contextmanager
     def _active_scope(self, name: str, rows: int) -> Iterator[None]:

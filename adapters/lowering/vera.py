@@ -77,6 +77,9 @@ def lower(
 ) -> LayerWeights:
     """A low-rank part with the vectors folded into its slice of the shared matrices.
 
+    A rank that no slot holds becomes a dense delta: VeRA's ranks run into the hundreds (PEFT's
+    default is 256), since they cost its files next to nothing.
+
     Raises:
         AdapterFormatError, AdapterMismatchError, AdapterUnsupportedError: see `checked`.
         AdapterMismatchError: shared matrices that are too small for this linear.
@@ -98,4 +101,6 @@ def lower(
         )
     folded_a = given["vera_lambda_d"].float()[:, None] * a[:, : base.in_features].float()
     folded_b = given["vera_lambda_b"].float()[:, None] * b[: base.out_features].float()
+    if settings.rank > base.max_rank:
+        return LayerWeights(delta=folded_b @ folded_a)
     return LayerWeights(low_rank=LowRank(folded_a, folded_b, 1.0))

@@ -153,6 +153,13 @@ class TunerType(ABC, Generic[Config]):
         """Of the low-rank part that a module is lowered to for certain; 0 where none is."""
         return 0
 
+    def product_rank(self, config: Config, module: Module) -> int:
+        """Of the product that a module is where slots hold it, and a dense change where none does.
+
+        0 where the choice does not hang on the slots.
+        """
+        return 0
+
     def invocation(self, config: Config) -> tuple[int, ...]:
         """Token ids, from whose last occurrence on it acts; empty: on every token."""
         return ()

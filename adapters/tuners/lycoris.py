@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -50,6 +51,10 @@ class LoHa(LinearTuner[LoHaConfigFile]):
     }
     keys = ConfigKeys(_SERVED, _HARMLESS, required=frozenset({"r", "alpha"}))
 
+    def product_rank(self, config: LoHaConfigFile, module: Module) -> int:
+        """Of the pairs of columns."""
+        return self.settings(config, module).rank ** 2
+
     def settings(self, config: LoHaConfigFile, module: Module) -> loha.LoHaSettings:
         """Rank and alpha."""
         return loha.LoHaSettings(
@@ -82,6 +87,15 @@ class LoKr(LinearTuner[LoKrConfigFile]):
         {**_HARMLESS, **in_training("rank_dropout_scale")},
         required=frozenset({"r", "alpha"}),
     )
+
+    def product_rank(self, config: LoKrConfigFile, module: Module) -> int:
+        """Of both factors, each a product itself or at most of its shorter side."""
+        shapes = {part: header.shape for part, header in module.headers.items()}
+        return math.prod(
+            shape[1] if part.endswith("_a") else min(shape)
+            for part, shape in shapes.items()
+            if not part.endswith("_b")
+        )
 
     def settings(self, config: LoKrConfigFile, module: Module) -> lokr.LoKrSettings:
         """Rank, alpha and the way the sizes are split."""

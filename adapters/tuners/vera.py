@@ -30,7 +30,7 @@ class Vera(LinearTuner[VeraConfigFile]):
 
     peft_type = "VERA"
     effect = Effect.RAW
-    computed = "a low-rank product, the vectors folded into its matrices"
+    computed = "a low-rank product, the vectors folded in; of a rank above all slots, a dense delta"
     config = VeraConfigFile
     arithmetic = lowering
     ends: ClassVar[Mapping[str, str]] = {
@@ -73,12 +73,12 @@ class Vera(LinearTuner[VeraConfigFile]):
         """Without the matrices, which no shape hangs on."""
         return lowering.VeraSettings(config.r, _NONE)
 
-    def rank(self, config: VeraConfigFile, module: Module) -> int:
+    def product_rank(self, config: VeraConfigFile, module: Module) -> int:
         """Of the shared matrices."""
         return config.r
 
     def lower(self, config: VeraConfigFile, module: Module, given: Lowering) -> AnyWeights:
-        """A product."""
+        """A product, or what it comes to."""
         settings = lowering.VeraSettings(config.r, given.prepared)
         return lowering.lower(given.tensors, settings, given.base_linear(module.linear))
 

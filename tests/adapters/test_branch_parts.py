@@ -15,7 +15,7 @@ from branchline.adapters.weights import LayerWeights, LowRank, RotationFactor
 from branchline.core.errors import RawConsumerError
 from branchline.core.quant_key import FP8_STATIC_TENSOR
 from branchline.core.quantized_activation import QuantizedActivation
-from branchline.linear.batch import BarePlan, Batch, batch_scope
+from branchline.linear.batch import BarePlan, Batch, BatchScope
 from branchline.linear.kernels.float import FloatLinear
 from branchline.linear.registry import LayerRegistry
 from branchline.linear.routed import BranchInput, BranchRows, RoutedLinear
@@ -115,7 +115,7 @@ class Linear:
         return self.branch.add(base, BranchInput(x, "proj"), rows)
 
     def run(self, x: torch.Tensor, chosen: Sequence[int]) -> torch.Tensor:
-        with batch_scope(self.registry.owner, self.batch(chosen)):
+        with BatchScope(self.registry.owner, self.batch(chosen)):
             return self.layer(x)
 
 

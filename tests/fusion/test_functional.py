@@ -8,7 +8,7 @@ from torch import nn
 from branchline import maybe_fused_act_quant
 from branchline.core.quant_key import FP8_DYNAMIC_TOKEN, FP8_STATIC_TENSOR
 from branchline.core.quantized_activation import QuantizedActivation
-from branchline.linear.batch import BarePlan, Batch, batch_scope
+from branchline.linear.batch import BarePlan, Batch, BatchScope
 from branchline.linear.contract import InputContract, InputScale
 from branchline.linear.kernels.emulated import EmulatedLinear
 from branchline.linear.kernels.float import FloatLinear
@@ -91,11 +91,11 @@ def test_raw_where_a_branch_is_live():
     layer, registry = wrapped()
     gate, up = tensors()
     slots = torch.tensor([[0, -1]], dtype=torch.int32)
-    with batch_scope(registry.owner, Batch(plan(True), 2, slots)):
+    with BatchScope(registry.owner, Batch(plan(True), 2, slots)):
         out = maybe_fused_act_quant(F.silu, (gate, up), layer)
         assert isinstance(out, torch.Tensor)
         assert torch.equal(out.nan_to_num(9), (F.silu(gate) * up).nan_to_num(9))
-    with batch_scope(registry.owner, Batch(plan(False), 2, slots.fill_(-1))):
+    with BatchScope(registry.owner, Batch(plan(False), 2, slots.fill_(-1))):
         assert isinstance(maybe_fused_act_quant(F.silu, (gate, up), layer), QuantizedActivation)
 
 

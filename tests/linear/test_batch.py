@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from branchline.linear.batch import Batch, active_batch, batch_scope
+from branchline.linear.batch import Batch, BatchScope, active_batch
 
 OWNER = 10_001
 OTHER = 10_002
@@ -24,18 +24,18 @@ def batch(rows: int = 1) -> Batch:
 
 def test_nothing_is_active_outside():
     assert active_batch(OWNER) is None
-    with batch_scope(OWNER, batch()):
+    with BatchScope(OWNER, batch()):
         pass
     assert active_batch(OWNER) is None
 
 
 def test_nested_scopes_restore_the_outer_one():
     outer, inner = batch(1), batch(2)
-    with batch_scope(OWNER, outer):
-        with batch_scope(OWNER, inner):
+    with BatchScope(OWNER, outer):
+        with BatchScope(OWNER, inner):
             assert active_batch(OWNER) is inner
         assert active_batch(OWNER) is outer
-        with batch_scope(OTHER, inner):
+        with BatchScope(OTHER, inner):
             assert active_batch(OWNER) is outer
             assert active_batch(OTHER) is inner
         assert active_batch(OTHER) is None
@@ -44,8 +44,8 @@ def test_nested_scopes_restore_the_outer_one():
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, GeneratorExit])
 def test_an_exception_restores(error):
     outer = batch()
-    with batch_scope(OWNER, outer):
-        with pytest.raises(error), batch_scope(OWNER, batch()):
+    with BatchScope(OWNER, outer):
+        with pytest.raises(error), BatchScope(OWNER, batch()):
             raise error
         assert active_batch(OWNER) is outer
     assert active_batch(OWNER) is None
@@ -53,7 +53,7 @@ def test_an_exception_restores(error):
 
 def test_a_new_thread_sees_no_batch_of_another():
     seen = []
-    with batch_scope(OWNER, batch()):
+    with BatchScope(OWNER, batch()):
         thread = threading.Thread(target=lambda: seen.append(active_batch(OWNER)))
         thread.start()
         thread.join()
@@ -68,7 +68,7 @@ def test_threads_that_run_at_once_keep_their_own():
     def serve(index: int) -> None:
         for turn in range(rounds):
             mine = batch(index + 1)
-            with batch_scope(OWNER, mine):
+            with BatchScope(OWNER, mine):
                 barrier.wait(timeout=30)
                 if active_batch(OWNER) is not mine:
                     wrong.append((index, turn))
@@ -87,7 +87,7 @@ def test_threads_that_run_at_once_keep_their_own():
 def test_tasks_keep_their_own_and_inherit_at_their_start():
     async def serve(rows: int, gate: asyncio.Barrier) -> bool:
         mine = batch(rows)
-        with batch_scope(OWNER, mine):
+        with BatchScope(OWNER, mine):
             await gate.wait()
             await asyncio.sleep(0)
             kept = active_batch(OWNER) is mine
@@ -102,7 +102,7 @@ def test_tasks_keep_their_own_and_inherit_at_their_start():
         assert all(await asyncio.gather(*(serve(rows, gate) for rows in (1, 2, 3))))
         assert active_batch(OWNER) is None
         outer = batch()
-        with batch_scope(OWNER, outer):
+        with BatchScope(OWNER, outer):
             child = asyncio.create_task(inherit())
         assert await child is outer
         assert active_batch(OWNER) is None
@@ -120,8 +120,8 @@ def test_batch_is_frozen_and_compared_by_identity():
 
 def test_the_context_cannot_be_changed_through_the_mapping():
     # A scope makes a new mapping: one that an older context holds does not change under it.
-    with batch_scope(OWNER, batch()):
+    with BatchScope(OWNER, batch()):
         first = active_batch(OWNER)
-        with batch_scope(OTHER, batch()):
+        with BatchScope(OTHER, batch()):
             assert active_batch(OWNER) is first
         assert active_batch(OTHER) is None
