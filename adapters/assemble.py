@@ -76,14 +76,14 @@ def assemble(
 
 
 def _dense_notes(plan: LoadPlan, layers: Mapping[str, LayerWeights]) -> tuple[str, ...]:
-    """Say where the slots' rank, and nothing else, makes dense what could be a product."""
+    """Say where the slots' rank makes dense what could be a product."""
     ranks = []
     for name, weights in layers.items():
         module = plan.modules[name].module
         if weights.delta is None or not module.headers:
             continue
-        rank, (outputs, inputs) = plan.tuner.product_rank(plan.config, module), weights.delta.shape
-        if rank > plan.max_rank and rank * (inputs + outputs) < inputs * outputs:
+        rank = plan.tuner.product_rank(plan.config, module)
+        if rank > plan.max_rank:
             ranks.append(rank)
     if not ranks:
         return ()

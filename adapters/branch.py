@@ -77,6 +77,11 @@ class LayerBranch:
             return self._low_rank
 
     @property
+    def product(self) -> LowRankSlots | None:
+        """The stacks of the low-rank matrices, if an adapter has needed them."""
+        return self._low_rank
+
+    @property
     def nbytes(self) -> int:
         """Device memory of all parts."""
         tensors = [*self._vectors.values(), *self._deltas.values(), *self._weights.values()]

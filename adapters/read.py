@@ -64,6 +64,21 @@ def read_adapter(
     return replace(weights, config=MappingProxyType(raw))
 
 
+def read_plan(path: str | Path, base: BaseFacts, *, max_rank: int) -> LoadPlan:
+    """Check an adapter as `read_adapter` does, as far as no tensor has to be read.
+
+    Args:
+        path, base, max_rank: as there.
+
+    Raises:
+        AdapterError: as there.
+    """
+    folder, subject = Path(path), f"adapter {os.fspath(path)!r}"
+    parsed = parse_config(read_raw_config(folder, subject), subject)
+    with open_tensors(folder, subject) as file:
+        return checked_plan(parsed, file.headers, base, max_rank=max_rank, subject=subject)
+
+
 def read_raw_config(folder: Path, subject: str) -> dict[str, Any]:
     """The decoded, unchecked adapter_config.json of a folder.
 

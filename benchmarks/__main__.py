@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from benchmarks.adapters import lora
 from benchmarks.linear import decode, matmul
 from benchmarks.producers import activation, norm, routes
 from branchline.core import native
@@ -19,7 +20,7 @@ def main() -> None:
         print(f"nothing to compare: the C kernels are absent ({library.reason})")
         return
     print(f"C kernels on {library.isa}")
-    for module in (activation, norm, routes, matmul, decode):
+    for module in (activation, norm, routes, matmul, decode, lora):
         module.run(short)
 
 

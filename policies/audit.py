@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 
+from ..adapters.branch import LayerBranch
+from ..adapters.low_rank import LowRankSlots
 from ..adapters.manager import AdapterManager
 from ..adapters.version import AdapterInfo
 from ..core.route import Route
@@ -22,7 +25,10 @@ from .plan import Plan, SitePlan
 from .planner import Planner
 from .policy import make_policy
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+
+# With more adapters than this, only those in slots are planned for one by one.
+_MOST_PLANNED = 32
 
 
 class _Part(BaseModel):
@@ -76,6 +82,9 @@ class AdapterReport(_Part):
     nbytes: int
     notes: tuple[str, ...]
     sites_unfused: int
+    peft_type: str
+    state: str
+    tier: str
 
 
 class Excluded(_Part):
@@ -108,6 +117,18 @@ class KernelReport(_Part):
     rejected: tuple[PassedOver, ...]
 
 
+class BranchReport(_Part):
+    """A kernel of adapters' low-rank products, how many linears it serves, and why no other does.
+
+    `fallbacks` counts the calls that the eager definition computed in its place, by reason.
+    """
+
+    name: str
+    linears: int
+    rejected: tuple[PassedOver, ...]
+    fallbacks: dict[str, int]
+
+
 class CheckpointReport(_Part):
     """How a quantised checkpoint was read: what was chosen from where, and what matched nothing."""
 
@@ -116,7 +137,11 @@ class CheckpointReport(_Part):
 
 
 class AuditReport(_Part):
-    """What `ServedModel.audit()` returns; `str()` is the table, `model_dump_json()` the JSON."""
+    """What `ServedModel.audit()` returns; `str()` is the table, `model_dump_json()` the JSON.
+
+    `loaded` counts all adapters that were read; where they are many, `adapters` lists those in
+    slots.
+    """
 
     schema_version: int
     epoch: int
@@ -124,10 +149,12 @@ class AuditReport(_Part):
     platform: str
     native_reason: str
     kernels: tuple[KernelReport, ...]
+    branches: tuple[BranchReport, ...]
     checkpoint: CheckpointReport | None
     adapter_sets: tuple[tuple[str, ...], ...]
     sites: tuple[SiteReport, ...]
     adapters: tuple[AdapterReport, ...]
+    loaded: int
     unsited: tuple[Excluded, ...]
     unwrapped: tuple[Excluded, ...]
 
@@ -158,7 +185,8 @@ def audit(
         planner: makes the plans, the same objects that batches use.
         adapters: the loaded ones.
         unsited: linears that no site feeds.
-        adapter_sets: names; None for: no adapter, each alone, all together.
+        adapter_sets: names; None for: no adapter, each alone, all together (of more than 32, those
+            in slots).
         policy: another policy than the one in force.
         checkpoint: how the model's quantised checkpoint was read, if it comes from one.
 
@@ -168,7 +196,9 @@ def audit(
     """
     chosen = make_policy(policy) if policy else planner.policy
     # Of one that was only registered, nothing is known yet.
-    infos = tuple(info for info in adapters.list() if info.digest)
+    known = tuple(info for info in adapters.list() if info.digest)
+    few = len(known) <= _MOST_PLANNED
+    infos = tuple(info for info in known if few or info.slot is not None)
     sets = _adapter_sets(infos) if adapter_sets is None else [tuple(s) for s in adapter_sets]
     plans = [planner.plan(adapters.live(names), chosen) for names in sets]
     alone = {info.name: planner.plan(adapters.live([info.name]), chosen) for info in infos}
@@ -180,11 +210,13 @@ def audit(
         platform=str(planner.platform),
         native_reason=planner.platform.native_reason,
         kernels=_kernels(planner.registry),
+        branches=_branches(planner.registry),
         checkpoint=checkpoint
         and CheckpointReport(decisions=checkpoint.decisions, unmatched=checkpoint.unmatched),
         adapter_sets=tuple(tuple(sorted(names)) for names in sets),
         sites=tuple(_site(site, plans) for site in planner.sites),
         adapters=tuple(_adapter(info, alone[info.name], base) for info in infos),
+        loaded=len(known),
         unsited=tuple(Excluded(name=u.layer, reason=u.reason) for u in unsited),
         unwrapped=_unwrapped(planner.registry.unwrapped),
     )
@@ -207,6 +239,24 @@ def _kernels(registry: LayerRegistry) -> tuple[KernelReport, ...]:
             rejected=tuple(PassedOver(kernel=r.name, reason=r.reason) for r in rejected),
         )
         for (name, key, emulated, rejected), kernels in groups.items()
+    )
+
+
+def _branches(registry: LayerRegistry) -> tuple[BranchReport, ...]:
+    groups: dict[Any, list[LowRankSlots]] = {}
+    for layer in registry:
+        branch = layer.branch
+        slots = branch.product if isinstance(branch, LayerBranch) else None
+        if slots is not None:
+            groups.setdefault((slots.kernel.name, slots.rejected), []).append(slots)
+    return tuple(
+        BranchReport(
+            name=name,
+            linears=len(group),
+            rejected=tuple(PassedOver(kernel=r.name, reason=r.reason) for r in rejected),
+            fallbacks=dict(sum((slots.fallbacks for slots in group), Counter())),
+        )
+        for (name, rejected), group in groups.items()
     )
 
 
@@ -268,6 +318,9 @@ def _adapter(info: AdapterInfo, plan: Plan, base: Plan) -> AdapterReport:
         nbytes=info.nbytes,
         notes=info.notes,
         sites_unfused=lost,
+        peft_type=info.peft_type,
+        state=info.state,
+        tier=info.tier,
     )
 
 

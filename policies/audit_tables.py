@@ -30,6 +30,12 @@ def headline(report: AuditReport) -> Text:
         linears = "linear" if kernel.linears == 1 else "linears"
         size = f"{kernel.weight_bytes / 1e6:,.1f} MB"
         text.append(f"\n{kernel.linears} {linears} by kernel {kernel.name}, {size} ({takes}{note})")
+    for branch in report.branches:
+        text.append(f"\nlow-rank products of {branch.linears} linears by kernel {branch.name}")
+        for reason, calls in branch.fallbacks.items():
+            text.append(f"\n{calls} of them by the eager definition: {reason}", style="yellow")
+    if report.loaded > len(report.adapters):
+        text.append(f"\n{report.loaded} adapters; those in slots are listed")
     for entry in report.checkpoint.unmatched if report.checkpoint else ():
         text.append(f"\nignore entry {entry!r} of the checkpoint matches nothing", style="yellow")
     if report.native_reason:
@@ -53,8 +59,14 @@ def tables(report: AuditReport) -> Iterator[Table]:
         for kernel in report.kernels
         for r in kernel.rejected
     }
+    branches_passed_over = {
+        (r.kernel, r.reason): Rejection(r.kernel, r.reason)
+        for branch in report.branches
+        for r in branch.rejected
+    }
     for title, entries in (
         ("base kernels passed over", tuple(kernels_passed_over.values())),
+        ("kernels of low-rank products passed over", tuple(branches_passed_over.values())),
         ("producers passed over", tuple(passed_over.values())),
         ("linears fed raw: no site makes their input", report.unsited),
         ("linears left as they were, or tied", report.unwrapped),
@@ -126,13 +138,16 @@ def _alike(sites: tuple[SiteReport, ...]) -> Iterator[tuple[str, list[SiteReport
 
 
 def _adapter_table(report: AuditReport) -> Table:
-    table = Table("adapter", "rank", "linears", "bytes", "sites it unfuses", "digest", "notes")
+    columns = ("adapter", "type", "rank", "linears", "bytes", "lies in", "sites it unfuses")
+    table = Table(*columns, "digest", "notes")
     for adapter in report.adapters:
         table.add_row(
             adapter.name,
+            adapter.peft_type,
             str(adapter.rank),
             str(adapter.layers),
             f"{adapter.nbytes:,}",
+            adapter.tier,
             f"{adapter.sites_unfused} of {len(report.sites)}",
             adapter.digest[:12],
             "; ".join(adapter.notes),

@@ -14,10 +14,14 @@ from pydantic import BaseModel, ConfigDict
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..adapters.base import BaseFacts
-from ..adapters.branch import check_range
+from ..adapters.assemble import base_need
+from ..adapters.base import BaseFacts, TargetLayer
+from ..adapters.branch import LayerBranch, check_range
 from ..adapters.describe import AdapterSummary, describe_adapter
-from ..adapters.read import read_adapter
+from ..adapters.embedding import EmbeddingBranch
+from ..adapters.read import read_adapter, read_plan
+from ..adapters.slots import SlotClasses
+from ..adapters.weights import AdapterWeights
 from ..core.errors import (
     AdapterError,
     BranchlineError,
@@ -108,10 +112,10 @@ class FitReport(_Part):
         linears_of_model: how many linears it has.
         raw: names of the linears that a batch with this adapter reads raw; empty if it does not
             fit.
-        digest: of the adapter on this model.
+        digest: of the adapter on this model; None where it hangs on the weights as they are served.
         max_lora_rank: that slots are sized for.
-        slot_nbytes: of one slot of the adapter's linears, of which there are `max_loras + 1`; None
-            where the model's dtype is unknown or the adapter does not fit.
+        slot_nbytes: of one slot in all that the adapter has parts of; None where the digest is, the
+            model's dtype is unknown or the adapter does not fit.
         notes: what a listing says.
         problem: why it cannot be loaded there; None where it can.
     """
@@ -361,6 +365,13 @@ def _try_on(adapter: Path, folder: Path, max_lora_rank: int | None) -> FitReport
         problem=None,
     )
     try:
+        plan = read_plan(adapter, facts, max_rank=max_rank)
+        need = base_need(plan)
+        if need is not None:
+            # Such parts all read the raw activation: it is the base's weights that they change.
+            raw = tuple(n for n, p in plan.modules.items() if isinstance(p.target, TargetLayer))
+            note = f"{need} is computed with the base's weights: size and digest are told by a load"
+            return report.model_copy(update={"raw": raw, "notes": (*plan.notes, note)})
         weights = read_adapter(adapter, facts, max_rank=max_rank)
         if dtype is not None:
             check_range(os.fspath(adapter), weights, dtype)
@@ -369,13 +380,29 @@ def _try_on(adapter: Path, folder: Path, max_lora_rank: int | None) -> FitReport
     raw = tuple(name for name, parts in weights.layers.items() if parts.reads_raw)
     found = {"raw": raw, "digest": weights.digest, "notes": weights.notes}
     if dtype is not None:
-        found["slot_nbytes"] = _slot_nbytes(facts, weights.layers, max_rank, dtype)
+        found["slot_nbytes"] = _slot_nbytes(facts, weights, max_rank, dtype, skeleton.dtype)
     return report.model_copy(update=found)
 
 
 def _slot_nbytes(
-    facts: BaseFacts, layers: Mapping[str, object], max_rank: int, dtype: torch.dtype
+    facts: BaseFacts,
+    weights: AdapterWeights,
+    max_rank: int,
+    dtype: torch.dtype,
+    model_dtype: torch.dtype | None,
 ) -> int:
-    """Of A and B of every layer, padded to the rank of the slots."""
-    sizes = [facts.layers[name].in_features + facts.layers[name].out_features for name in layers]
-    return sum(sizes) * max_rank * dtype.itemsize
+    """Of one slot in every module that the adapter has parts of, filled as serving fills it."""
+    total, cpu = 0, torch.device("cpu")
+    for name, parts in weights.layers.items():
+        layer = facts.layers[name]
+        sizes = (layer.in_features, layer.out_features)
+        branch = LayerBranch(name, SlotClasses((max_rank,)), *sizes, dtype, cpu)
+        branch.write(0, parts)
+        total += branch.nbytes
+    table_dtype = model_dtype or dtype
+    for table in weights.embeddings.values():
+        embedding = EmbeddingBranch(1.0, dtype, table_dtype, cpu)
+        embedding.write(0, table)
+        total += embedding.nbytes
+    vectors = (v for norm in weights.norms.values() for v in (norm.weight, norm.bias))
+    return total + sum(v.numel() * table_dtype.itemsize for v in vectors if v is not None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import peft
 import torch
@@ -106,6 +105,8 @@ CASES: dict[str, Maker] = {
     "ia3": lambda n: peft.IA3Config(target_modules=n.linears, feedforward_modules=[n.down]),
     "ia3-gain": _of(peft.IA3Config, _attention, feedforward_modules=[]),
     "vera": _of(peft.VeraConfig, _linears, r=12),
+    # PEFT's default, above all slots.
+    "vera-wide": _of(peft.VeraConfig, _attention, r=256),
     "vera-drawn": _of(
         peft.VeraConfig, _attention, r=8, save_projection=False, projection_prng_key=5
     ),
@@ -132,8 +133,34 @@ CASES: dict[str, Maker] = {
     "beft": _of(peft.BeftConfig, _linears),
 }
 
+# How far parameters move, where a tenth would hardly show.
+_SPREAD = {
+    "adalora": 0.3,
+    "vera": 0.3,
+    "vera-drawn": 0.3,
+    "vera-wide": 0.5,
+    "loha-dense": 0.2,
+    "lokr-both": 0.2,
+    "c3a": 0.4,
+    "hira": 0.3,
+}
+
 #: What PEFT cannot make, and what it says.
-UNMADE: dict[tuple[str, str], str] = {}
+UNMADE: dict[tuple[str, str], str] = {
+    ("lora-blocks", "gpt2"): "'Conv1D' object has no attribute 'out_features'",
+    **{
+        (case, "gpt2"): "Target module .*Conv1D.* (is )?not supported"
+        for case in (
+            "loha", "loha-dense", "lokr", "lokr-both", "oft", "boft", "c3a", "miss", "miss-mini",
+            "delora", "road", "road-4", "beft",
+        )
+    },
+}  # fmt: skip
+
+
+def made_for(family: str) -> list[str]:
+    """The cases that PEFT can make for a family."""
+    return [case for case in CASES if (case, family) not in UNMADE]
 
 
 def make(case: str, family: str, model: nn.Module, task: str = "CAUSAL_LM") -> peft.PeftModel:
@@ -145,11 +172,5 @@ def make(case: str, family: str, model: nn.Module, task: str = "CAUSAL_LM") -> p
     for name, value in wrapped.named_parameters():
         # AdaLoRA's number of ranks is no weight.
         if ".default" in name and value.requires_grad and "ranknum" not in name:
-            value.add_(torch.randn_like(value), alpha=0.1)
+            value.add_(torch.randn_like(value), alpha=_SPREAD.get(case, 0.1))
     return wrapped.eval()
-
-
-def save(case: str, family: str, model: nn.Module, folder: Path) -> Path:
-    """The folder of such an adapter, as PEFT writes it."""
-    make(case, family, model).save_pretrained(folder)
-    return folder

@@ -51,6 +51,7 @@ class AdaLoraConfigFile(TunerConfig):
 # Keys that AdaLoRA has from LoRA and does not read, or refuses itself.
 _OF_LORA = Lora.keys
 _UNREAD = {
+    "alora_invocation_tokens": "activated LoRA",
     "alpha_pattern": "a pattern of alphas",
     "lora_bias": "a bias on lora_B",
     "trainable_token_indices": "trained tokens",

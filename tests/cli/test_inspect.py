@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from peft import HRAConfig, get_peft_model
+from peft import HRAConfig, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import branchline as package
 from branchline.adapters.branch import LayerBranch
 from branchline.adapters.slots import SlotClasses
+from branchline.adapters.weights import LayerWeights, LowRank
 from branchline.core.errors import ConfigError
 from branchline.core.scheme import SCHEMES
 from branchline.linear.quantized_linear import QuantizedLinear
@@ -264,10 +265,52 @@ def test_an_adapter_on_a_model_costs_what_loading_it_costs(branchline, request, 
         LayerBranch(n, SlotClasses((8,)), 32, 32, torch.bfloat16, torch.device("cpu"))
         for n in layers
     ]
-    assert fit["slot_nbytes"] == sum(slot.nbytes for slot in slots)
+    for slot in slots:
+        slot.write(0, LayerWeights(low_rank=LowRank(torch.ones(4, 32), torch.ones(32, 4), 1.0)))
+    assert fit["slot_nbytes"] == sum(slot.nbytes for slot in slots) > 0
     out = branchline("inspect", tone, "--on", folder).out
     assert "fits; a slot of rank 16 takes" in out
     assert "4 of 15 linears raw" in out
+
+
+def test_an_adapter_that_takes_the_weights_of_the_base_fits(branchline, model_folder, tmp_path):
+    config = LoraConfig(
+        r=4, target_modules=["q_proj", "up_proj"], use_dora=True, task_type="CAUSAL_LM"
+    )
+    get_peft_model(LlamaForCausalLM.from_pretrained(model_folder), config).save_pretrained(tmp_path)
+    done = branchline("inspect", tmp_path, "--on", model_folder, "--json")
+    assert done.code == 0, done.err
+    fit = done.json["on"]
+    assert fit["problem"] is None
+    assert fit["digest"] is None
+    assert any("DoRA" in note and "base's weights" in note for note in fit["notes"])
+    served = package.wrap(package.load_model(model_folder))
+    served.adapters.load("tone", tmp_path)
+    live = served.adapters.live(["tone"])
+    layers = served.registry.layers
+    held = {name for name, layer in layers.items() if served.registry.branches(layer, live)}
+    assert set(fit["raw"]) == held
+    wide = LlamaConfig(vocab_size=48, hidden_size=64, intermediate_size=64, num_hidden_layers=2)
+    LlamaForCausalLM(wide).save_pretrained(tmp_path / "wide")
+    assert "is for 32 inputs" in refused(branchline("inspect", tmp_path, "--on", tmp_path / "wide"))
+
+
+def test_a_slot_costs_what_all_parts_of_an_adapter_take(branchline, model_folder, tmp_path):
+    config = LoraConfig(
+        r=4,
+        target_modules=["embed_tokens"],
+        modules_to_save=["model.norm", "o_proj"],
+        task_type="CAUSAL_LM",
+    )
+    get_peft_model(LlamaForCausalLM.from_pretrained(model_folder), config).save_pretrained(
+        tmp_path, save_embedding_layers=False
+    )
+    done = branchline("inspect", tmp_path, "--on", model_folder, "--json")
+    assert done.code == 0, done.err
+    served = package.wrap(package.load_model(model_folder))
+    served.adapters.load("parts", tmp_path)
+    # None of these parts lies in a stack that has room for other slots.
+    assert done.json["on"]["slot_nbytes"] == served.adapters.memory().device_bytes > 0
 
 
 def test_an_adapter_that_does_not_fit(branchline, tone, mixed, tmp_path):

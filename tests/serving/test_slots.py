@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from branchline.adapters.tiers import Eviction
+from branchline.core import native
 from branchline.core.errors import AdapterCapacityError
 from branchline.serving.config import WrapConfig
 from tests.models import token_ids
@@ -57,3 +58,25 @@ def test_settings_say_what_fits_where():
     assert limits.eviction is Eviction.PRIORITY
     assert limits.max_cpu_loras is limits.max_cpu_lora_bytes is None
     assert WrapConfig.checked(max_loras=0).tier_limits.count == 0
+
+
+def test_the_audit_shows_who_multiplies_and_lists_few_of_many(llama):
+    served = llama.served(quant="fp8-dynamic", max_loras=2)
+    report = served.audit()
+    (branch,) = report.branches
+    taken = {layer for layer in served.registry.layers.values() if layer.branch is not None}
+    assert (branch.name, branch.linears) == (_expected_kernel(), len(taken))
+    assert f"low-rank products of {len(taken)} linears by kernel" in str(report)
+    assert {a.name: a.tier for a in report.adapters} == {
+        info.name: info.tier for info in served.adapters.list()
+    }
+    for number in range(40):
+        served.adapters.load(f"more{number}", llama.folders["attn"])
+    report = served.audit()
+    in_slots = {info.name for info in served.adapters.list() if info.slot is not None}
+    assert {a.name for a in report.adapters} == in_slots
+    assert report.loaded == 43
+
+
+def _expected_kernel() -> str:
+    return "native" if native.load().available else "eager"
