@@ -226,7 +226,7 @@ class LayerBranch:
         base = out.view(requests, -1, out.shape[-1])
         total, index = base.float(), slots.clamp(min=0)
         if rows.parts & Part.WEIGHT:
-            fed = x.raw().values if x.changed is None else x.changed
+            fed = x.values() if x.changed is None else x.changed
             total = self._replaced(total, fed, rows)
         if rows.parts & Part.GAIN:
             total = total * self._vectors[Part.GAIN][index].unsqueeze(1)
@@ -239,7 +239,7 @@ class LayerBranch:
             wide = self._shrinks[index].view(-1, 1, 1)
             total = torch.where(wide, total + self._product(x, slots).view(total.shape), total)
         if rows.parts & Part.DELTA:
-            total = self._with_deltas(total, x.raw().values, rows)
+            total = self._with_deltas(total, x.values(), rows)
         if rows.parts & Part.SHIFT:
             total = total + self._vectors[Part.SHIFT][index].unsqueeze(1)
         taken = (slots >= 0).view(-1, 1, 1)
@@ -249,7 +249,7 @@ class LayerBranch:
         shrunk = x.shrunk()
         if shrunk is None:
             request = self.low_rank.shrink_request(slots, self._slots.width)
-            shrunk = shrink(x.raw().values, request)
+            shrunk = shrink(x.values(), request)
         return self.low_rank.expand(shrunk, slots)
 
     def _replaced(self, total: torch.Tensor, fed: torch.Tensor, rows: BranchRows) -> torch.Tensor:

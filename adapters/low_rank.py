@@ -120,7 +120,7 @@ class LowRankSlots:
         shrunk = x.shrunk()
         if shrunk is not None:
             return self._expand(out, shrunk, slots)
-        raw = x.raw().values
+        raw = x.values()
         verdict = self.kernel.accepts(out, raw)
         if verdict.ok:
             return self.kernel.add(out, raw, slots)

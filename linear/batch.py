@@ -103,10 +103,9 @@ class MixedRows:
     weights: torch.Tensor
 
 
-# Not frozen: that would double the time it takes to begin a batch.
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Batch:
-    """One batch of one model; nobody changes it.
+    """One batch of one model.
 
     Attributes:
         plan: the frozen plan for the adapters of this batch.
@@ -116,6 +115,7 @@ class Batch:
             without a branch there.  None where `rows` is None.
         memo: what sites have worked out for this batch, by their index; the same for all of its
             forwards.
+        rows_at: what branches have worked out for this batch, by the index of their place.
         mixed: what rows of mixtures take, adapter by adapter; -1 in `slots`.
         tokens: on which tokens adapters act; None for all.
         ended: set when its block has ended; nothing may run under it any more, for its slots may
@@ -126,6 +126,7 @@ class Batch:
     rows: int | None = None
     slots: torch.Tensor | None = None
     memo: dict[int, Any] = field(default_factory=dict)
+    rows_at: dict[int, Any] = field(default_factory=dict)
     mixed: tuple[MixedRows, ...] = ()
     tokens: TokenMask | None = None
     ended: Flag = field(default_factory=Flag)

@@ -32,7 +32,8 @@ class RowLayout(StrEnum):
     UNKNOWN = "unknown"
 
 
-@dataclass(frozen=True, eq=False)
+# Not frozen: there is one for every linear of every forward, and that would double its time.
+@dataclass(eq=False, slots=True)
 class BranchInput:
     """What a branch may read of a layer's input.
 
@@ -58,6 +59,13 @@ class BranchInput:
             as_quantized_activation(self.x, None, consumer=self.consumer)
         return RawOutput(self.x)
 
+    def values(self) -> torch.Tensor:
+        """`raw().values`."""
+        x = self.x
+        # The usual case, in every linear of every forward.
+        plain = isinstance(x, torch.Tensor) and x.dtype.itemsize > 1
+        return x if plain else self.raw().values
+
     def every_row(self) -> torch.Tensor:
         """(..., K): the raw activation, rows without an adapter included.
 
@@ -66,7 +74,7 @@ class BranchInput:
         """
         if isinstance(self.x, QuantizedActivation):
             return self.x.require_raw(self.consumer)
-        return self.raw().values
+        return self.values()
 
     def shrunk(self) -> torch.Tensor | None:
         """float32 (M, width): the shrunk rows, where the producer absorbed this layer's branch."""
@@ -97,7 +105,11 @@ class BranchRows:
         """The rows of a batch that names adapters, at `place`."""
         assert batch.slots is not None
         index = place.index
-        return cls(batch.slots_by_place[index], batch.plan.parts[index], batch, index)
+        found = batch.rows_at.get(index)
+        if found is None:
+            slots, parts = batch.slots_by_place[index], batch.plan.parts[index]
+            found = batch.rows_at[index] = cls(slots, parts, batch, index)
+        return found
 
     def of(self, slots: Container[int]) -> list[tuple[int, int]]:
         """(request, slot) for each request whose adapter lies in one of `slots`."""
@@ -310,7 +322,8 @@ class RoutedLinear(nn.Module):
 
     def _run_branched(self, x: torch.Tensor | QuantizedActivation, batch: Batch) -> torch.Tensor:
         assert self.branch is not None
-        self.refuse_misfit(x.shape, batch)
+        if self.row_layout != RowLayout.ROWS or x.shape[0] != batch.rows:
+            self.refuse_misfit(x.shape, batch)
         rows = BranchRows.at(self, batch)
         source = BranchInput(x, self.name)
         if rows.parts & CHANGES_INPUT:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import math
 import random
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -24,6 +26,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeW
 
 QUANTS = ("none", "fp8-dynamic")
 ROWS, TOKENS = 16, 7
+#: Rows with an adapter, and rows without one.
+SIZES = ((14, 2), (6, 1), (1, 1), (1, 0))
 IDS = token_ids(ROWS, TOKENS)
 PAIRS = [(family, case) for family in FAMILIES for case in made_for(family)]
 
@@ -131,17 +135,16 @@ def test_every_type_is_in_the_table():
 
 
 def batches(family: str) -> list[list[str | None]]:
-    """Every case of a family in some batch of 16, 7, 2 or 1, most of them with rows of none."""
+    """Batches of 16, 7, 2 and 1 rows, some of them of no adapter; every case is in one of them."""
     cases: list[str | None] = list(made_for(family))
     random.Random(family).shuffle(cases)
-    made, sizes = [], [14, 6, 1, 1]
-    while cases:
-        size = sizes[len(made) % len(sizes)]
-        rows, cases = cases[:size], cases[size:]
-        # A row of none in between, one at the end; in the last one alone the adapter stays alone.
-        rows += [None] * {14: 2, 6: 1, 1: len(made) % len(sizes) == 2}.get(size, 0)
-        random.Random(len(made)).shuffle(rows)
-        made.append(rows)
+    made, taken = [], itertools.cycle(cases)
+    for _ in range(math.ceil(len(cases) / sum(adapters for adapters, _ in SIZES))):
+        for adapters, bare in SIZES:
+            rows = [next(taken) for _ in range(adapters)] + [None] * bare
+            random.Random(len(made)).shuffle(rows)
+            made.append(rows)
+    assert {name for rows in made for name in rows} == {*cases, None}
     return made
 
 
@@ -164,15 +167,12 @@ def assert_rows_alone(model: branchline.ServedModel, rows: Sequence[str | None])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_batches_of_all_types(bench, family, quant):
     it = bench(family)
-    sizes = set()
     for rows in batches(family):
-        sizes.add(len(rows))
         for name in filter(None, rows):
             it.serve(quant, name)
         got = assert_rows_alone(it.served(quant), rows)
         for row, name in enumerate(rows):
             assert_equal_peft(quant, got[row], it.expected(quant, name)[row])
-    assert {16, 7} <= sizes
 
 
 @pytest.mark.parametrize("policy", ["dynamic", "absorbed"])
@@ -192,28 +192,30 @@ def test_batches_in_the_dtypes_of_service(bench, policy):
 
 @pytest.mark.parametrize("quant", QUANTS)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize("case", ["lora", "ia3", "vera"])
-def test_the_head_of_a_classifier(family, case, quant, tmp_path):
+def test_the_heads_of_classifiers(family, quant, tmp_path):
     config = copy.deepcopy(CONFIGS[family])
     config.num_labels, config.pad_token_id = 3, 0
     torch.manual_seed(2)
     plain = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).eval()
-    wrapped = make(case, family, plain, "SEQ_CLS")
-    wrapped.save_pretrained(tmp_path)
     model = branchline.wrap(
         copy.deepcopy(plain), quant=quant, max_lora_rank=16, lora_dtype="float32",
         ignore=["score"],
     )  # fmt: skip
-    model.adapters.load(case, tmp_path)
     base = plain
     if quant != "none":
         base = fake_quantized(plain, model)
         base.score = copy.deepcopy(plain.score)
-    wanted = with_adapters(copy.deepcopy(base), {case: tmp_path})(IDS[:2]).logits
-    got = model(IDS[:2], adapter_names=[case, None]).logits
-    assert_equal_peft(quant, got[0], wanted[0])
-    assert_equal_peft(quant, got[1], base(IDS[:2]).logits[1])
-    assert (wanted - base(IDS[:2]).logits).norm() > 0.05 * wanted.norm()
+    own = base(IDS[:2]).logits
+    for case in ("lora", "ia3", "vera"):
+        folder = tmp_path / case
+        # PEFT saves a classifier's head whole, unasked.
+        make(case, family, plain, "SEQ_CLS").save_pretrained(folder)
+        model.adapters.load(case, folder)
+        wanted = with_adapters(copy.deepcopy(base), {case: folder})(IDS[:2]).logits
+        got = assert_rows_alone(model, [case, None])
+        assert_equal_peft(quant, got[0], wanted[0])
+        assert_equal_peft(quant, got[1], own[1])
+        assert (wanted - own).norm() > 0.1 * own.norm()
 
 
 @pytest.mark.parametrize("quant", QUANTS)
