@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from branchline.adapters.from_peft import unwrap_peft, weights_from_peft
 from branchline.adapters.lowering.base import Effect, effect_of
 from branchline.adapters.parts_reference import apply_parts
-from branchline.adapters.read import read_adapter
+from branchline.adapters.read import read_adapter, read_plan
 from branchline.adapters.tuners import TUNERS, UNSERVED
 from branchline.core.errors import AdapterError, AdapterFormatError, AdapterUnsupportedError
 
@@ -144,6 +144,31 @@ def test_the_parts_need_of_the_input_what_the_type_states_at_most(
     order = [Effect.OUTPUT, Effect.RAW, Effect.INPUT]
     needs = max(order.index(effect_of(parts)) for parts in loaded.layers.values())
     assert needs == order.index(TUNERS[loaded.peft_type].effect)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("config", [
+    peft.VeraConfig(r=8, **TWO),
+    peft.LoHaConfig(r=2, alpha=3, **TWO),
+    peft.LoKrConfig(r=2, alpha=3, decompose_both=True, **TWO),
+    peft.LoKrConfig(r=1, alpha=3, decompose_factor=2, **TWO),
+], ids=["vera", "loha", "lokr", "lokr-whole"])  # fmt: skip
+def test_what_fits_no_slot_is_dense_and_noted(config, tmp_path, tiny_llama, base):
+    randomised(tiny_llama(), config).save_pretrained(tmp_path)
+    plan = read_plan(tmp_path, base, max_rank=64)
+    product = read_adapter(tmp_path, base, max_rank=64)
+    dense = read_adapter(tmp_path, base, max_rank=1)
+    x = torch.randn(5, 128)
+    for name, parts in product.layers.items():
+        assert parts.rank == plan.tuner.product_rank(plan.config, plan.modules[name].module) > 1
+        assert dense.layers[name].low_rank is None
+        linear = torch.nn.Linear(plan.modules[name].target.in_features, parts.low_rank.b.shape[0])
+        fed = x[:, : linear.in_features]
+        torch.testing.assert_close(
+            apply_parts(fed, linear, dense.layers[name]), apply_parts(fed, linear, parts)
+        )
+    assert not any("dense" in note for note in product.notes)
+    assert any("dense" in note and "rank 1" in note for note in dense.notes)
 
 
 def test_each_type_of_peft_is_served_or_refused_with_a_reason():

@@ -82,6 +82,16 @@ def test_vera(layer, rank, is_saved):
     assert parts.shrink_rank == rank
 
 
+def test_a_vera_of_a_rank_that_no_slot_holds_is_dense():
+    adapted = Adapted(peft.VeraConfig(r=7, projection_prng_key=7), LAYERS["linear"]())
+    base = adapted.base(max_rank=6)
+    shared = vera.regenerate(7, 7, base.in_features, base.out_features)
+    parts = vera.lower(adapted.tensors, vera.VeraSettings(7, shared), base)
+    adapted.expect(parts)
+    assert parts.low_rank is None
+    assert parts.delta is not None
+
+
 class Two(nn.Module):
     """Linears of different sizes, so that the shared projections fit neither exactly."""
 
