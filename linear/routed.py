@@ -63,8 +63,9 @@ class BranchInput:
         """`raw().values`."""
         x = self.x
         # The usual case, in every linear of every forward.
-        plain = isinstance(x, torch.Tensor) and x.dtype.itemsize > 1
-        return x if plain else self.raw().values
+        if isinstance(x, torch.Tensor) and x.dtype.itemsize > 1:
+            return x
+        return self.raw().values
 
     def every_row(self) -> torch.Tensor:
         """(..., K): the raw activation, rows without an adapter included.
