@@ -56,6 +56,11 @@ class AliasTable:
             )
         return alias
 
+    def points_at(self, name: str, version: Version) -> bool:
+        """Whether `name` stands for that content now."""
+        alias = self._aliases.get(name)
+        return alias is not None and alias.version is version
+
     def forget(self, name: str) -> Alias:
         """Take `name` away from what it points at.
 
@@ -163,7 +168,7 @@ class AliasTable:
             with self._store.changed:
                 alias = self.settled(name)
                 if alias.error is not None:
-                    raise as_new(alias.error)
+                    raise as_new(alias.error, alias.name)
                 if alias.version is not None:
                     alias.version.batches += 1
                     return alias.version
@@ -175,13 +180,14 @@ class AliasTable:
         assert source is not None
         try:
             weights = self._store.disk.read(source)
-            self.publish(alias, weights, source, f"adapter '{alias.name}' was read", eager=False)
+            self.publish(alias, weights, source, f"adapter '{alias.name}' was read", first=True)
         except AdapterError as caught:
             error = caught
             raise
         finally:
             with self._store.changed:
-                alias.loading, alias.error = False, error
+                # A swap meanwhile has given the name another content, which goes before.
+                alias.loading, alias.error = False, None if alias.version is not None else error
                 self._store.changed.notify_all()
 
     def publish(
@@ -191,7 +197,7 @@ class AliasTable:
         source: AdapterSource | None,
         reason: str,
         *,
-        eager: bool = True,
+        first: bool = False,
     ) -> AdapterInfo:
         """Let a name point at a content, which others may share; all or nothing.
 
@@ -200,7 +206,8 @@ class AliasTable:
             weights: the content.
             source: where it was read.
             reason: for the listeners.
-            eager: write it into a slot first, where one is free.
+            first: it is the first use of a registered name: nothing is written into a slot yet, and
+                a content that the name was given meanwhile stays.
 
         Raises:
             AdapterNotFoundError: the name was unloaded meanwhile.
@@ -210,7 +217,7 @@ class AliasTable:
         """
         version = self._store.prepare(alias.name, weights)
         try:
-            if eager:
+            if not first:
                 self._store.fill_slot(version, alias.version)
             with self._store.lock:
                 self._store.refuse_if_closed()
@@ -218,6 +225,8 @@ class AliasTable:
                     raise AdapterNotFoundError(
                         f"adapter '{alias.name}'", "was unloaded while it was read", "load it again"
                     )
+                if first and alias.version is not None:
+                    return alias.info()
                 if source is None or alias.pinned:
                     self._store.host.check_can_keep(version)
                 alias.source, alias.origin = source, weights.source

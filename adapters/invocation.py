@@ -24,18 +24,19 @@ class Invocations:
 
     def __init__(self, tokens: Sequence[tuple[int, ...] | None]) -> None:
         self._tokens = tuple(tokens)
+        self._history: list[list[int]] = [[] for _ in self._tokens]
         self._called = [False] * len(self._tokens)
-        self._before: list[list[int]] = [[] for _ in self._tokens]
         self._active: list[int] | None = None
         self._length = 0
-        self._mask: torch.Tensor | None = None
+        self._masks: dict[tuple[int, torch.device], torch.Tensor] = {}
 
-    def see(self, ids: torch.Tensor | None, *, continues: bool) -> None:
+    def see(self, ids: torch.Tensor | None, *, past: int = 0) -> None:
         """Look for the invocation tokens in what the model is called with next.
 
         Args:
             ids: (R, T) token ids; None where the model is fed embeddings.
-            continues: the tokens follow those of the call before (its keys and values are kept).
+            past: how many tokens came before, whose keys and values are kept; fewer than were
+                seen where some were taken back.
 
         Raises:
             BatchError: there are no token ids, or of another number of rows.
@@ -47,40 +48,55 @@ class Invocations:
                 f"has {len(self._tokens)} rows, the model is called with token ids {shape}",
                 "pass input_ids of shape (rows, tokens), in which its invocation tokens are found",
             )
-        if not continues:
-            self._called = [False] * len(self._tokens)
-            self._before = [[] for _ in self._tokens]
-        length = ids.shape[1]
-        active = []
-        for row, (wanted, sequence) in enumerate(zip(self._tokens, ids.tolist(), strict=True)):
-            if wanted is None or self._called[row]:
-                active.append(length)
-                continue
-            # Tokens of the call may have come before; those were computed without the adapter.
-            known = self._before[row] + sequence
-            start = last_start(known, wanted)
-            self._called[row] = start is not None
-            self._before[row] = known[len(known) - len(wanted) + 1 :]
-            active.append(0 if start is None else min(length, len(known) - start))
-        self._active, self._length, self._mask = active, length, None
+        self._length = ids.shape[1]
+        rows = enumerate(zip(self._tokens, ids.tolist(), strict=True))
+        self._active = [
+            self._follow(row, wanted, sequence, past) for row, (wanted, sequence) in rows
+        ]
+        self._masks = {}
+
+    def _follow(
+        self, row: int, wanted: tuple[int, ...] | None, sequence: list[int], past: int
+    ) -> int:
+        """On how many tokens at the end of `sequence` the adapter of a row acts."""
+        if wanted is None:
+            return len(sequence)
+        history = self._history[row]
+        if past < len(history):
+            del history[past:]
+            self._called[row] = last_start(history, wanted) is not None
+        # What somebody else computed is not known; it calls nothing.
+        history += [-1] * (past - len(history)) + sequence
+        if self._called[row]:
+            return len(sequence)
+        # Tokens of the call may have come before; those were computed without the adapter.
+        first = max(0, past - len(wanted) + 1)
+        start = last_start(history[first:], wanted)
+        self._called[row] = start is not None
+        return 0 if start is None else min(len(sequence), len(history) - first - start)
 
     def mask(self, tokens: int, device: torch.device) -> torch.Tensor:
         """bool (R * tokens, 1): whether an adapter acts on that token of that row.
 
+        Args:
+            tokens: of each row; fewer than were seen are the last ones (a head is fed those).
+            device: of the result.
+
         Raises:
-            BatchError: `see` was not called, or for another number of tokens.
+            BatchError: `see` was not called, or for fewer tokens.
         """
-        if self._active is None or tokens != self._length:
+        if self._active is None or tokens > self._length:
             raise BatchError(
                 "a batch with an activated LoRA",
                 f"{tokens} tokens a row reach a linear, {self._length} token ids were seen",
                 "call the served model itself, not a part of it, and not a compiled graph of it",
             )
-        if self._mask is None or self._mask.device != device:
+        mask = self._masks.get((tokens, device))
+        if mask is None:
             first = torch.tensor([tokens - count for count in self._active])
-            mask = torch.arange(tokens) >= first.unsqueeze(1)
-            self._mask = mask.reshape(-1, 1).to(device)
-        return self._mask
+            mask = (torch.arange(tokens) >= first.unsqueeze(1)).reshape(-1, 1).to(device)
+            self._masks[tokens, device] = mask
+        return mask
 
 
 def last_start(sequence: Sequence[int], wanted: tuple[int, ...]) -> int | None:

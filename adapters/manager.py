@@ -187,7 +187,7 @@ class AdapterManager:
             if not self._store.changed.wait_for(lambda: not version.drains, timeout):
                 raise AdapterBusyError(
                     f"adapter '{name}'",
-                    f"{version.batches} batches in flight still use it after {timeout:g} s",
+                    f"batches in flight ({version.batches}) still use it after {timeout:g} s",
                     "its memory is freed when they end; wait longer, or end them (a rows() block "
                     "of this thread counts too)",
                 )
@@ -207,7 +207,7 @@ class AdapterManager:
             self._store.host.check_can_keep(version)
             alias.pinned = True
             self._store.follow(version)
-            return alias.info()
+        return self.info(name)
 
     def unpin(self, name: str) -> AdapterInfo:
         """Let `name` be evicted again.
@@ -222,7 +222,12 @@ class AdapterManager:
 
         Raises:
             AdapterNotFoundError: the name is unknown.
+            ConfigError: it is no integer.
         """
+        if not isinstance(priority, int):
+            raise ConfigError(
+                f"priority {priority!r} of adapter '{name}'", "is no integer", "pass an integer"
+            )
         return self._change(name, priority=priority)
 
     def prefetch(self, names: Iterable[str]) -> tuple[Future[AdapterInfo], ...]:
@@ -233,8 +238,15 @@ class AdapterManager:
 
         Raises:
             AdapterNotFoundError: a name is unknown.
+            ConfigError: `names` is one text.
         """
+        if isinstance(names, str):
+            raise ConfigError(f"prefetch({names!r})", "is one text", "pass a list of names")
         wanted = tuple(dict.fromkeys(names))
+        if not all(isinstance(name, str) for name in wanted):
+            raise ConfigError(
+                f"prefetch({list(wanted)!r})", "names no adapters", "pass their names"
+            )
         for name in wanted:
             self._aliases.resolve(name)
         with self._store.lock:

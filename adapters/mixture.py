@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ..core.errors import BatchError
+
+_LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -30,10 +33,10 @@ class Mixture:
         pairs: list[tuple[Any, Any]] = list(weights.items())
         for name, weight in pairs:
             number = isinstance(weight, int | float) and not isinstance(weight, bool)
-            if not isinstance(name, str) or not number or not math.isfinite(weight):
+            if not isinstance(name, str) or not number or not abs(weight) <= _LARGEST:
                 raise BatchError(
-                    f"mixture {dict(weights)!r}",
-                    f"{weight!r} for {name!r} is no finite weight of a named adapter",
+                    f"mixture of {len(pairs)}",
+                    f"its weight for {name!r} is no finite float32, or the name is no text",
                     "pass a mapping such as {'sql': 0.7, 'tone': 0.3}",
                 )
         if not pairs:

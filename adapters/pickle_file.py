@@ -84,6 +84,15 @@ class PickleFile:
         return self._tensors[name].detach().clone(memory_format=torch.contiguous_format)
 
 
+def _is_dense(value: object) -> bool:
+    # The restricted unpickler also makes tensors without data, on the meta device.
+    return (
+        isinstance(value, torch.Tensor)
+        and value.layout == torch.strided
+        and value.device.type == "cpu"
+    )
+
+
 def _load(path: Path, subject: str) -> dict[str, torch.Tensor]:
     remedy = "save it as safetensors, where you trust the file"
     try:
@@ -97,8 +106,7 @@ def _load(path: Path, subject: str) -> dict[str, torch.Tensor]:
         reason = f"{path.name} cannot be read ({str(error).partition(chr(10))[0][:200]})"
         raise AdapterFormatError(subject, reason, remedy) from error
     plain = isinstance(held, dict) and all(
-        isinstance(name, str) and isinstance(value, torch.Tensor) and value.layout == torch.strided
-        for name, value in held.items()
+        isinstance(name, str) and _is_dense(value) for name, value in held.items()
     )
     if not plain:
         reason = f"{path.name} holds no dict of names and dense tensors"

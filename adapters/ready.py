@@ -148,7 +148,9 @@ class ReadyBatches:
             )  # fmt: skip
             with self._store.lock:
                 self._store.use(batch.versions)
-                self._keep(names, batch)
+                # What names point at may have changed before the epoch was read.
+                if all(self._aliases.points_at(str(n), version) for n, version in held.items()):
+                    self._keep(names, batch)
         finally:
             with self._store.lock:
                 # What was held by its name is held by the batch now, or not at all.
@@ -205,12 +207,14 @@ class RowsBlock:
                 "leave it first, or pass adapter_names= to each call",
             )
         self._ready = self._batches.acquire(names)
-        self._batch = self._ready.begin(len(names))
+        self._batch = self._ready.begin(self._ready.slots.shape[1])
         self._scope = BatchScope(self._owner, self._batch)
         self._scope.__enter__()
         return self._batch
 
     def __exit__(self, *raised: Any) -> None:
+        if self._batch.ended.is_set():
+            return
         try:
             self._scope.__exit__(None, None, None)
         finally:
@@ -220,7 +224,9 @@ class RowsBlock:
 
 def _hashable(names: Sequence[RowName]) -> Names:
     """The names as a key; one that stands for nothing where they are none."""
-    key: tuple[Any, ...] = () if isinstance(names, str) else tuple(names)
+    if isinstance(names, str | Mapping | Mixture):
+        return ()
+    key: tuple[Any, ...] = tuple(names)
     try:
         hash(key)
     except TypeError:
@@ -247,9 +253,21 @@ def _check_mixes(name: str, version: Version) -> None:
     if not plain or version.invocation:
         raise AdapterUnsupportedError(
             f"adapter '{name}'",
-            f"is more than low-rank products (it is {version.peft_type}): those alone are mixed",
-            "name it alone in its row, or mix plain LoRA adapters",
+            f"is more than low-rank products, which alone are mixed (it is {version.peft_type}, "
+            f"with {_more_than_products(version)})",
+            "name it alone in its row",
         )
+
+
+def _more_than_products(version: Version) -> str:
+    holders = version.footprint.layers.values()
+    products = (Part.PLAIN, Part.LOW_RANK)
+    others = [
+        part.name.lower()
+        for part in Part
+        if part not in products and any(holder.parts & part for holder in holders)
+    ]
+    return ", ".join(others) or "invocation tokens"
 
 
 def _check_names(names: Sequence[RowName], key: Names) -> None:

@@ -15,7 +15,12 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from ..core.errors import AdapterBrokenError, AdapterError, ConfigError
+from ..core.errors import (
+    AdapterBrokenError,
+    AdapterCapacityError,
+    AdapterError,
+    ConfigError,
+)
 from ..linear.registry import Holding, LayerRegistry
 from .branch import check_range, holder_of
 from .tiers.device import DeviceTier, Move
@@ -244,7 +249,7 @@ class VersionStore:
         with self.changed:
             self.changed.wait_for(lambda: not version.loading)
             if version.error is not None:
-                raise as_new(version.error)
+                raise as_new(version.error, version.label)
             if version.weights is not None or version.slot is not None:
                 return
             version.loading = True
@@ -276,17 +281,27 @@ class VersionStore:
             AdapterCapacityError: they, or other batches in flight, need more slots than there are.
         """
         with self.changed:
-            self.changed.wait_for(lambda: not any(version.moving for version in versions))
-            missing = [version for version in versions if version.slot is None]
-            if not missing:
-                return
-            movable = [
-                version
-                for version in versions
-                if version.slot is not None and version.batches == 1 and version.weights is not None
-            ]
-            moves = self.device.reserve(missing, movable)
-        self._write(moves)
+            moves = None
+            while moves is None:
+                self.changed.wait_for(lambda: not any(version.moving for version in versions))
+                try:
+                    moves = self._reserve(versions)
+                except AdapterCapacityError:
+                    # A slot that is being written may be idle a moment later.
+                    if not self.device.writing:
+                        raise
+                    self.changed.wait()
+        if moves:
+            self._write(moves)
+
+    def _reserve(self, versions: Sequence[Version]) -> list[Move]:
+        missing = [version for version in versions if version.slot is None]
+        movable = [
+            version
+            for version in versions
+            if version.slot is not None and version.batches == 1 and version.weights is not None
+        ]
+        return self.device.reserve(missing, movable) if missing else []
 
     def place_if_free(self, version: Version) -> None:
         """Give a version a slot, where one is free; it is held, and in memory."""
@@ -330,6 +345,10 @@ class VersionStore:
         return page_locked(weights) if self._page_locked else weights
 
 
-def as_new(error: AdapterError) -> AdapterError:
+def as_new(error: AdapterError, name: str) -> AdapterError:
     """An error that was kept, to be raised once more: an exception object serves one thread."""
-    return AdapterBrokenError(error.subject, error.reason, error.remedy)
+    subject = f"adapter '{name}'"
+    # What was read before it had a name is called by its place.
+    reason = error.reason if error.subject == subject else f"{error.subject}: {error.reason}"
+    remedy = error.remedy if "reload" in error.remedy else f"{error.remedy}, then reload it"
+    return AdapterBrokenError(subject, reason, remedy)

@@ -48,10 +48,10 @@ class AdapterInfo:
     Attributes:
         name: what rows call it.
         digest: SHA-256 of what it computes; its identity (I9).  Empty while its source has not
-            been read, and so are `rank`, `layers`, `nbytes` and `notes`.
+            been read, and so are `rank`, `modules`, `nbytes` and `notes`.
         source: where it came from.
         rank: the highest of any layer.
-        layers: how many modules it has weights for.
+        modules: how many modules it has weights for.
         nbytes: size as stored.
         slot: its slot on the device; None where it has none now.
         batches: how many batches in flight use it.
@@ -72,7 +72,7 @@ class AdapterInfo:
     digest: str
     source: str
     rank: int
-    layers: int
+    modules: int
     nbytes: int
     slot: int | None
     batches: int
@@ -214,7 +214,7 @@ class Version:
             digest=self.digest,
             source=alias.origin,
             rank=self.rank,
-            layers=self.modules,
+            modules=self.modules,
             nbytes=self.nbytes,
             slot=self.slot,
             batches=self.batches,

@@ -133,14 +133,14 @@ def _print_adapter(report: AdapterReport, out: Console) -> None:
 
 def _print_config(summary: AdapterSummary, out: Console) -> None:
     targets = ", ".join(summary.targets) or "PEFT's default for the base model"
-    rank = "?" if summary.rank is None else summary.rank
-    alpha = "?" if summary.alpha is None else f"{summary.alpha:g}"
-    _line(out, f"rank {rank}, alpha {alpha}, targets {targets}")
+    known = [f"rank {summary.rank}"] if summary.rank else []
+    known += [] if summary.alpha is None else [f"alpha {summary.alpha:g}"]
+    _line(out, ", ".join([*known, f"targets {targets}"]))
 
 
 def _print_layers(summary: AdapterSummary, out: Console) -> None:
     if not summary.layers:
-        _listing("linears that its tensors are of", _grouped(summary.modules), out)
+        _listing("modules that its tensors are of", _grouped(summary.modules), out)
         return
     table = Table("linears", _right("rank"), _right("scaling"), _right("N x K"), box=None)
     kind = attrgetter("rank", "scaling", "shape")

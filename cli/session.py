@@ -19,35 +19,35 @@ from .prompts import BASE
 
 
 @dataclass(frozen=True)
-class NamedPath:
-    """One `--adapter NAME=PATH`."""
+class NamedSource:
+    """One `--adapter NAME=SOURCE`."""
 
     name: str
-    path: Path
+    source: str
 
 
-def _named_path(text: str) -> NamedPath:
-    name, equals, path = text.partition("=")
-    if not (equals and name.strip() and path.strip()):
-        raise typer.BadParameter(f"{text!r} is not NAME=PATH, such as sql=adapters/sql")
+def _named_source(text: str) -> NamedSource:
+    name, equals, source = text.partition("=")
+    if not (equals and name.strip() and source.strip()):
+        raise typer.BadParameter(f"{text!r} is not NAME=SOURCE, such as sql=adapters/sql")
     if name == BASE or name.startswith("@") or len(name.split()) != 1 or name != name.strip():
         raise typer.BadParameter(
             f"{name!r} cannot name an adapter: a name holds no spaces, does not begin with @ and "
             f"is not {BASE!r}, which is the model itself"
         )
-    return NamedPath(name, Path(path))
+    return NamedSource(name, source)
 
 
 ModelArgument = Annotated[
     Path, typer.Argument(metavar="MODEL", help="Folder of a transformers checkpoint.")
 ]
 AdapterOption = Annotated[
-    list[NamedPath] | None,
+    list[NamedSource] | None,
     typer.Option(
         "--adapter",
-        metavar="NAME=PATH",
-        parser=_named_path,
-        help="Load the PEFT folder PATH under NAME; repeatable.",
+        metavar="NAME=SOURCE",
+        parser=_named_source,
+        help="Load the PEFT folder, archive or URL SOURCE under NAME; repeatable.",
     ),
 ]
 CalibrationOption = Annotated[
@@ -75,25 +75,25 @@ class Session:
     """
 
     folder: Path
-    adapters: Sequence[NamedPath]
+    adapters: Sequence[NamedSource]
     calibration: Path | None
     settings: WrapConfig
 
     def __post_init__(self) -> None:
         """Usage errors, before anything slow happens."""
-        paths: dict[str, Path] = {}
+        sources: dict[str, str] = {}
         for adapter in self.adapters:
-            if adapter.name in paths:
+            if adapter.name in sources:
                 raise typer.BadParameter(
                     f"the name {adapter.name!r} is given twice: "
-                    f"for {paths[adapter.name]} and for {adapter.path}",
+                    f"for {sources[adapter.name]} and for {adapter.source}",
                     param_hint="--adapter",
                 )
-            paths[adapter.name] = adapter.path
+            sources[adapter.name] = adapter.source
         if self.calibration and not self._static:
             raise typer.BadParameter(
                 f"--quant {self.settings.quant} has no static scales to calibrate; "
-                f"drop the file, or use --quant {Quant.FP8_STATIC}",
+                f"drop the file, or use --quant {Quant.FP8_STATIC} or {Quant.NVFP4}",
                 param_hint="--calibration",
             )
 
@@ -104,7 +104,7 @@ class Session:
 
     @property
     def _static(self) -> bool:
-        return self.settings.quant == Quant.FP8_STATIC
+        return self.settings.quant.calibrated
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -127,6 +127,6 @@ class Session:
         settings = self.settings.model_dump(exclude_unset=True)
         served = wrap(model, calibration=calibration, **settings)
         for adapter in self.adapters:
-            info = served.adapters.load(adapter.name, adapter.path)
-            note(f"loaded adapter {info.name} (rank {info.rank}, {info.layers} linears)")
+            info = served.adapters.load(adapter.name, adapter.source)
+            note(f"loaded adapter {info.name} (rank {info.rank}, {info.modules} modules)")
         return served

@@ -14,6 +14,7 @@ from ..adapters.branch import LayerBranch
 from ..adapters.low_rank import LowRankSlots
 from ..adapters.manager import AdapterManager
 from ..adapters.version import AdapterInfo
+from ..core.errors import ConfigError
 from ..core.route import Route
 from ..fusion.discover import Unsited
 from ..fusion.site import Site
@@ -78,7 +79,7 @@ class AdapterReport(_Part):
     digest: str
     source: str
     rank: int
-    layers: int
+    modules: int
     nbytes: int
     notes: tuple[str, ...]
     sites_unfused: int
@@ -191,7 +192,7 @@ def audit(
         checkpoint: how the model's quantised checkpoint was read, if it comes from one.
 
     Raises:
-        ConfigError: the policy is unknown.
+        ConfigError: the policy is unknown, or a set is one text.
         AdapterNotFoundError: a set names an adapter that is not loaded.
     """
     chosen = make_policy(policy) if policy else planner.policy
@@ -199,7 +200,7 @@ def audit(
     known = tuple(info for info in adapters.list() if info.digest)
     few = len(known) <= _MOST_PLANNED
     infos = tuple(info for info in known if few or info.slot is not None)
-    sets = _adapter_sets(infos) if adapter_sets is None else [tuple(s) for s in adapter_sets]
+    sets = _adapter_sets(infos) if adapter_sets is None else [_names(s) for s in adapter_sets]
     plans = [planner.plan(adapters.live(names), chosen) for names in sets]
     alone = {info.name: planner.plan(adapters.live([info.name]), chosen) for info in infos}
     base = planner.plan({}, chosen)
@@ -273,6 +274,16 @@ def _adapter_sets(infos: tuple[AdapterInfo, ...]) -> list[tuple[str, ...]]:
     return sets
 
 
+def _names(adapters: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(adapters, str):
+        raise ConfigError(
+            f"adapter set {adapters!r}",
+            "is one text",
+            "pass sets of names, such as [['sql']]",
+        )
+    return tuple(adapters)
+
+
 def _site(site: Site, plans: list[Plan]) -> SiteReport:
     facts, counters, key = site.facts, site.counters, site.common_key()
     kernels = tuple(dict.fromkeys(layer.kernel.name for layer in site.layers))
@@ -314,7 +325,7 @@ def _adapter(info: AdapterInfo, plan: Plan, base: Plan) -> AdapterReport:
         digest=info.digest,
         source=info.source,
         rank=info.rank,
-        layers=info.layers,
+        modules=info.modules,
         nbytes=info.nbytes,
         notes=info.notes,
         sites_unfused=lost,

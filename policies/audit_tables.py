@@ -138,14 +138,14 @@ def _alike(sites: tuple[SiteReport, ...]) -> Iterator[tuple[str, list[SiteReport
 
 
 def _adapter_table(report: AuditReport) -> Table:
-    columns = ("adapter", "type", "rank", "linears", "bytes", "lies in", "sites it unfuses")
+    columns = ("adapter", "type", "rank", "modules", "bytes", "lies in", "sites it unfuses")
     table = Table(*columns, "digest", "notes")
     for adapter in report.adapters:
         table.add_row(
             adapter.name,
             adapter.peft_type,
             str(adapter.rank),
-            str(adapter.layers),
+            str(adapter.modules),
             f"{adapter.nbytes:,}",
             adapter.tier,
             f"{adapter.sites_unfused} of {len(report.sites)}",

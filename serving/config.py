@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Any, Self
@@ -172,6 +173,11 @@ class WrapConfig(Settings):
         if self.lora_slots is not None and both:
             raise ValueError(f"lora_slots stands in the place of {' and '.join(sorted(both))}")
         return self
+
+    @field_validator("allowed_roots", mode="before")
+    @classmethod
+    def _one_root(cls, value: object) -> object:
+        return (value,) if isinstance(value, str | os.PathLike) else value
 
     @field_validator("allowed_roots")
     @classmethod

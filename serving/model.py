@@ -288,8 +288,8 @@ class ServedModel(PeftSurface, nn.Module):
             return
         ids = kwargs.get("input_ids", args[0] if args else None)
         cache = kwargs.get("past_key_values", kwargs.get("cache"))
-        continues = cache is not None and cache.get_seq_length() > 0
-        batch.tokens.see(ids, continues=continues)
+        past = 0 if cache is None else int(cache.get_seq_length())
+        batch.tokens.see(ids, past=past)
 
     def _copies(self, kwargs: dict[str, Any]) -> int:
         settings = kwargs.get("generation_config") or getattr(self.model, "generation_config", None)

@@ -33,7 +33,7 @@ from .peft_status import PeftConfigs, layer_status, model_status
 
 _DISABLED: ContextVar[frozenset[int]] = ContextVar("branchline_disabled", default=frozenset())
 
-# What PEFT offers that would change the base, or needs more than one adapter a row.
+# What PEFT offers that would change the base, or make a new adapter.
 _MERGE = (
     "the base serves rows without that adapter too, and a sum rounded to a quantised weight's "
     "codes would lose most of what the adapter adds",
@@ -139,6 +139,8 @@ class PeftSurface:
         source = _peft_source(model_id, revision, subfolder)
         if self._knows(adapter_name):
             return LoadResult(self.adapters.swap(adapter_name, source))
+        # The manager may have unloaded what was active under this name: loading activates nothing.
+        self._forget(adapter_name)
         return LoadResult(self.adapters.load(adapter_name, source))
 
     def hotswap_adapter(self, model_id: str | os.PathLike[str], adapter_name: str) -> AdapterInfo:
@@ -181,8 +183,9 @@ class PeftSurface:
         if len(names) != 1:
             raise AdapterUnsupportedError(
                 f"set_adapter({names!r})",
-                "a row takes one adapter; sums of several are not served",
-                "name one, or disable_adapters() for none",
+                "one adapter is active, or none",
+                "name one, disable_adapters() for none, or name a mixture for each row: "
+                "adapter_names=[{'sql': 0.7, 'tone': 0.3}]",
             )
         self.adapters.info(names[0])
         self._choice = Choice(names[0], self._choice.enabled)

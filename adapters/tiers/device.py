@@ -94,6 +94,8 @@ class DeviceTier:
         self._writing = threading.Lock()
         # Free slots that could not be emptied when they should have been.
         self.unclean: set[int] = set()
+        #: Versions whose slot is being written.
+        self.writing: set[Version] = set()
         # By slot, the places that something was written to since it was last cleared.
         self._written: list[frozenset[str]] = [frozenset()] * len(self.slots)
 
@@ -198,7 +200,7 @@ class DeviceTier:
                 self._take_out(victim)
                 return self._move(version, slots, slot, victim)
         raise AdapterCapacityError(
-            f"adapter of rank {version.rank}",
+            f"adapter '{version.label}' of rank {version.rank}",
             f"every slot that fits it is taken by adapters of batches in flight (this batch "
             f"included) or pinned; {self._described()}",
             "name fewer different adapters in a batch, try again when others have ended, or wrap "
@@ -220,6 +222,7 @@ class DeviceTier:
         slots.occupied.add(slot)
         self.unclean.discard(slot)
         version.moving = True
+        self.writing.add(version)
         return Move(version, slot, version.weights, evicted)
 
     def _take_out(self, version: Version) -> None:
@@ -248,6 +251,7 @@ class DeviceTier:
     def finish(self, move: Move) -> None:
         """The slot was written: the version lies there."""
         move.version.moving = False
+        self.writing.discard(move.version)
         self._seat(move.version, move.slot)
 
     def cancel(self, move: Move, *, untouched: bool = False) -> None:
@@ -258,6 +262,7 @@ class DeviceTier:
             untouched: nothing was written, so that whoever was evicted still lies there.
         """
         move.version.moving = False
+        self.writing.discard(move.version)
         slots = self._class_of[move.slot]
         slots.occupied.discard(move.slot)
         slots.free.append(move.slot)

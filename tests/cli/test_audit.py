@@ -260,9 +260,9 @@ def test_an_adapter_that_does_not_fit(branchline, model_folder, sql, tmp_path):
 @pytest.mark.parametrize(
     ("adapters", "said"),
     [
-        (["sql"], "'sql' is not NAME=PATH"),
-        (["=path"], "'=path' is not NAME=PATH"),
-        (["sql="], "'sql=' is not NAME=PATH"),
+        (["sql"], "'sql' is not NAME=SOURCE"),
+        (["=path"], "'=path' is not NAME=SOURCE"),
+        (["sql="], "'sql=' is not NAME=SOURCE"),
         (["@sql=path"], "'@sql' cannot name an adapter"),
         (["my sql=path"], "'my sql' cannot name an adapter"),
         (["base=path"], "'base' cannot name an adapter"),

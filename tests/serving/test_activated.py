@@ -85,6 +85,23 @@ def test_generation_is_pefts(llama, activated):
         assert torch.equal(served.generate(ids, **settings), expected)
 
 
+def test_generation_beside_an_adapter_of_the_head(llama, activated, tmp_path):
+    config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    model = get_peft_model(llama.plain(torch.float32), config)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.normal_()
+    model.save_pretrained(tmp_path)
+    served = llama.served(torch.float32, quant="none")
+    served.adapters.load("late", activated)
+    served.adapters.load("head", tmp_path)
+    ids = prompts()
+    settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    mixed = served.generate(ids, adapter_names=["late", "head", "head", "late"], **settings)
+    for row, name in enumerate(["late", "head", "head", "late"]):
+        alone = served.generate(ids, adapter_names=[name] * 4, **settings)
+        assert torch.equal(mixed[row], alone[row])
+
+
 def test_one_token_at_a_time_is_the_whole_prompt(llama, activated):
     served = llama.served(torch.float32, quant="none")
     served.adapters.load("late", activated)

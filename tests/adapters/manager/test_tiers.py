@@ -318,7 +318,7 @@ def test_a_prefetch_that_fails_tells_whoever_asks(world, adapter, tmp_path):
     w = world(1)
     w.manager.register("a", tmp_path / "nothing")
     w.manager.register("b", adapter("b"))
-    failed, done = w.manager.prefetch("ab")
+    failed, done = w.manager.prefetch(["a", "b"])
     with pytest.raises(AdapterNotFoundError):
         failed.result(10)
     assert done.result(10).tier is Tier.DEVICE
@@ -331,6 +331,6 @@ def test_prefetch_evicts_nobody_from_a_slot(world, adapter):
     w = world(1)
     load_all(w, adapter, "ab")
     shutil.rmtree(adapter("unused"))
-    assert w.manager.prefetch("b")[0].result(10).tier is Tier.HOST
+    assert w.manager.prefetch(["b"])[0].result(10).tier is Tier.HOST
     assert w.resident() == {"a"}
     w.manager.close()
