@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from ..core.errors import AdapterFormatError, AdapterUnsupportedError
+from ..linear.checkpoint.document import is_off, short, unique_keys
 from .findings import Finding, damaged, raise_findings, unsupported
 from .tuners import TUNERS, UNSERVED
 from .tuners.base import TunerType
@@ -48,7 +49,7 @@ def load_config(data: bytes, subject: str) -> dict[str, Any]:
     """
     remedy = f"restore {CONFIG_NAME} as PEFT wrote it"
     try:
-        raw = json.loads(data, object_pairs_hook=_unique)
+        raw = json.loads(data, object_pairs_hook=unique_keys)
     except RecursionError as error:
         raise AdapterFormatError(subject, f"{CONFIG_NAME} is nested too deep", remedy) from error
     except ValueError as error:  # covers bad UTF-8 and endless digits too
@@ -125,17 +126,17 @@ def _check_features(
     for key in sorted(raw):
         value = raw[key]
         if key in keys.refused:
-            if not _is_off(value):
+            if not is_off(value):
                 refused.add(key)
-                text = f"{keys.refused[key]} ({key}={_short(value)}) is not served"
+                text = f"{keys.refused[key]} ({key}={short(value)}) is not served"
                 findings.append(unsupported(text, f"train the adapter without {key}"))
-        elif key not in known and not _is_off(value):
-            text = f"{CONFIG_NAME} has the unknown key {key!r} = {_short(value)}"
+        elif key not in known and not is_off(value):
+            text = f"{CONFIG_NAME} has the unknown key {key!r} = {short(value)}"
             findings.append(unsupported(text, f"remove {key} if it changes nothing at inference"))
     for key in sorted(keys.optional_none):
         if raw.get(key, "none") not in ("none", None):
             refused.add(key)
-            text = f"trained biases ({key}={_short(raw[key])}) are not served"
+            text = f"trained biases ({key}={short(raw[key])}) are not served"
             findings.append(unsupported(text, f"train the adapter with {key}='none'"))
     return [*findings, *tuner.check_config(raw)], frozenset(refused)
 
@@ -147,25 +148,6 @@ def _value_findings(error: ValidationError) -> list[Finding]:
         location = [str(part) for part in item["loc"]]
         key = location[0] if location else "the module selection"
         told = location and item["type"] != "missing"
-        value = f", got {_short(item['input'])}" if told else ""
+        value = f", got {short(item['input'])}" if told else ""
         first.setdefault(key, f"{CONFIG_NAME}: {key}: {item['msg']}{value}")
     return [damaged(text, f"restore {CONFIG_NAME} as PEFT wrote it") for text in first.values()]
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        raise ValueError(f"the key {twice[0]!r} occurs twice")
-    return result
-
-
-def _is_off(value: object) -> bool:
-    # Not `not value`: a zero is a setting.
-    return value is None or value is False or value in ("", [], {})
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -158,7 +158,7 @@ def read_json(path: Path) -> Document | None:
     except OSError as error:
         raise CheckpointError(subject, f"cannot be read ({error.strerror})", _MEND) from error
     try:
-        value = json.loads(data, object_pairs_hook=_unique)
+        value = json.loads(data, object_pairs_hook=unique_keys)
     except RecursionError as error:
         raise CheckpointError(subject, "is nested too deep", _MEND) from error
     except ValueError as error:  # bad UTF-8 and endless digits too
@@ -179,7 +179,12 @@ def short(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object's pairs as a dict.
+
+    Raises:
+        ValueError: a key occurs twice.
+    """
     result = dict(pairs)
     if len(result) != len(pairs):
         seen = set()
