@@ -13,14 +13,18 @@ from branchline.core import native
 def main() -> None:
     """Run every benchmark that this installation can run."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--short", action="store_true", help="few repetitions, as CI runs them")
+    parser.add_argument(
+        "--short", action="store_true", help="few repetitions, and no whole models, as CI runs it"
+    )
     short: bool = parser.parse_args().short
     library = native.load()
     if not library.available:
         print(f"nothing to compare: the C kernels are absent ({library.reason})")
         return
     print(f"C kernels on {library.isa}")
-    for module in (activation, norm, routes, matmul, decode, lora):
+    # Those that need whole models take minutes, however few their repetitions.
+    models = () if short else (decode, lora)
+    for module in (activation, norm, routes, matmul, *models):
         module.run(short)
 
 
