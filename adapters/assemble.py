@@ -100,8 +100,6 @@ def base_need(plan: LoadPlan) -> str | None:
         return need
     for planned in plan.modules.values():
         target = planned.target
-        if planned.copies:
-            return "a copy of a base weight"
         if planned.tokens is not None and isinstance(target, TargetLayer) and target.has_bias:
             return "trained tokens on a head with a bias"
     return None

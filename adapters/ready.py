@@ -197,6 +197,7 @@ class RowsBlock:
         self._owner = owner
         self._names = names
         self._alone = alone
+        self._has_ended = False
 
     def __enter__(self) -> Batch:
         names = self._names
@@ -213,8 +214,9 @@ class RowsBlock:
         return self._batch
 
     def __exit__(self, *raised: Any) -> None:
-        if self._batch.ended.is_set():
+        if self._has_ended:
             return
+        self._has_ended = True
         try:
             self._scope.__exit__(None, None, None)
         finally:

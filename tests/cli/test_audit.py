@@ -315,7 +315,7 @@ def test_as_a_program_stdout_is_json_and_stderr_holds_no_noise(model_folder, sql
     assert done.stderr.splitlines() == [
         f"loading {model_folder}",
         "wrapping LlamaForCausalLM",
-        "loaded adapter sql (rank 4, 2 linears)",
+        "loaded adapter sql (rank 4, 2 modules)",
     ]
 
 
