@@ -238,15 +238,11 @@ class AdapterManager:
 
         Raises:
             AdapterNotFoundError: a name is unknown.
-            ConfigError: `names` is one text.
+            ConfigError: `names` are not names.
         """
-        if isinstance(names, str):
-            raise ConfigError(f"prefetch({names!r})", "is one text", "pass a list of names")
         wanted = tuple(dict.fromkeys(names))
-        if not all(isinstance(name, str) for name in wanted):
-            raise ConfigError(
-                f"prefetch({list(wanted)!r})", "names no adapters", "pass their names"
-            )
+        if isinstance(names, str) or not all(isinstance(name, str) for name in wanted):
+            raise ConfigError(f"prefetch({names!r})", "is no list of names", "pass one")
         for name in wanted:
             self._aliases.resolve(name)
         with self._store.lock:
