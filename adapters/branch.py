@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import torch
 
 from ..core.errors import AdapterUnsupportedError
+from ..linear.branching import BranchInput, BranchRows
 from ..linear.outputs import Shrink
 from ..linear.parts import Part
 from ..linear.registry import Holder
-from ..linear.routed import BranchInput, BranchRows
 from ..linear.shrink import shrink
 from .by_slot import dense_product, rotated
 from .low_rank import LowRankSlots
 from .slots import SlotClasses
+from .together import JointProduct
 from .weights import AdapterWeights, AnyWeights, LayerWeights, NormWeights, RotationFactor
 
 
@@ -147,6 +149,11 @@ class LayerBranch:
     def shrink_request(self, slots: torch.Tensor, rank: int) -> Shrink:
         """What shrinks the raw activation for rows of `slots` (int32 (R,), -1 for none)."""
         return self.low_rank.shrink_request(slots, rank)
+
+    @staticmethod
+    def join(branches: Sequence[LayerBranch], rows: Sequence[BranchRows]) -> JointProduct:
+        """What adds the plain products of several linears that read one tensor."""
+        return JointProduct([branch.low_rank for branch in branches], [own.slots for own in rows])
 
     def change_input(self, x: BranchInput, rows: BranchRows) -> torch.Tensor:
         """What the base is fed: each row times its slot's scale, then rotated; rounded once.

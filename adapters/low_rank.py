@@ -12,9 +12,9 @@ from functools import lru_cache
 import torch
 
 from ..core.platform import Platform, detect_platform
+from ..linear.branching import BranchInput
 from ..linear.outputs import Shrink
-from ..linear.routed import BranchInput
-from .kernels.base import LowRankConfig, LowRankStack
+from .kernels.base import LowRankCall, LowRankConfig, LowRankStack
 from .kernels.eager import EagerLowRank
 from .kernels.selection import select_low_rank
 from .slots import SlotClasses
@@ -101,7 +101,7 @@ class LowRankSlots:
     def expand(self, shrunk: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """`shrunk` (M, width) times each row's B and scaling: float32 (M, N), zeros without one."""
         out = shrunk.new_zeros((shrunk.shape[0], self.b.shape[1]))
-        return self._expand(out, shrunk, slots)
+        return self._run_one(self.call(out, shrunk, slots, shrunk=True))
 
     def add(self, out: torch.Tensor, x: BranchInput, slots: torch.Tensor) -> torch.Tensor:
         """Add the branch of each row that has one.
@@ -117,22 +117,27 @@ class LowRankSlots:
         Raises:
             RawConsumerError: there are only codes.
         """
+        return self._run_one(self.call_for(out, x, slots))
+
+    def call_for(self, out: torch.Tensor, x: BranchInput, slots: torch.Tensor) -> LowRankCall:
+        """What `add` asks the kernel for; arguments and errors as there."""
         shrunk = x.shrunk()
         if shrunk is not None:
-            return self._expand(out, shrunk, slots)
-        raw = x.values()
-        verdict = self.kernel.accepts(out, raw)
-        if verdict.ok:
-            return self.kernel.add(out, raw, slots)
-        self.fallbacks[verdict.reason] += 1
-        return self._eager.add(out, raw, slots)
+            return self.call(out, shrunk, slots, shrunk=True)
+        return self.call(out, x.values(), slots)
 
-    def _expand(self, out: torch.Tensor, shrunk: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        verdict = self.kernel.accepts(out, shrunk)
+    def call(
+        self, out: torch.Tensor, source: torch.Tensor, slots: torch.Tensor, shrunk: bool = False
+    ) -> LowRankCall:
+        """A call of the kernel, or of the eager definition where the kernel refuses the tensors."""
+        verdict = self.kernel.accepts(out, source)
         if verdict.ok:
-            return self.kernel.expand(out, shrunk, slots)
+            return LowRankCall(self.kernel, out, source, slots, shrunk)
         self.fallbacks[verdict.reason] += 1
-        return self._eager.expand(out, shrunk, slots)
+        return LowRankCall(self._eager, out, source, slots, shrunk)
+
+    def _run_one(self, call: LowRankCall) -> torch.Tensor:
+        return call.kernel.run((call,))[0]
 
 
 # Asking reads the versions of packages from the disk, and there are hundreds of linears.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ..core.errors import AdapterUnsupportedError, BatchError
-from ..linear.batch import Batch, BatchPlan, BatchScope, MixedRows, active_batch
+from ..linear.batch import Batch, BatchMemo, BatchPlan, BatchScope, MixedRows, active_batch
 from ..linear.parts import Part
 from ..linear.registry import LayerRegistry
 from .aliases import BASE_NAME, AliasTable
@@ -39,6 +39,7 @@ class ReadyBatch:
         slots: int32 (places, rows), on the device; see `Batch.slots`.
         mixed: see `Batch.mixed`.
         invocations: by row, the tokens that its adapter waits for; empty where no row waits.
+        memo: of all batches that it begins.
     """
 
     epoch: int
@@ -49,11 +50,12 @@ class ReadyBatch:
     slots: torch.Tensor
     mixed: tuple[MixedRows, ...] = ()
     invocations: tuple[tuple[int, ...] | None, ...] = ()
+    memo: BatchMemo = field(default_factory=BatchMemo)
 
     def begin(self, rows: int) -> Batch:
         """A batch of its own for one block."""
         tokens = Invocations(self.invocations) if self.invocations else None
-        return Batch(self.plan, rows, self.slots, mixed=self.mixed, tokens=tokens)
+        return Batch(self.plan, rows, self.slots, self.memo, mixed=self.mixed, tokens=tokens)
 
 
 class ReadyBatches:

@@ -13,9 +13,10 @@ from torch import fx, nn
 from ..core.oracle import ActivationSemantics, NormSemantics, Semantics
 from ..core.route import Route
 from ..linear.batch import BarePlan, Batch, BatchScope
+from ..linear.branching import RowLayout
 from ..linear.hooks import hooks_suspended, unwatch_hooks
 from ..linear.registry import LayerRegistry, SharedInput
-from ..linear.routed import RoutedLinear, RowLayout
+from ..linear.routed import RoutedLinear
 from .identify import PROBE_ERRORS, identify_activation, identify_norm, same_bytes
 from .raw import compute_raw
 from .record import Reading, Recording, masked_readers, record, row_layouts
@@ -219,6 +220,10 @@ class _Discoverer:
         for site in self.sites:
             for name, module in site.observed.items():
                 self.registry.watch(module, name)
+            # Whoever else reads the activation might write to it.
+            if not site.facts.other_readers:
+                for layer in site.layers:
+                    layer.siblings = site.layers
 
     def _uninstall(self) -> None:
         for module, _ in self.replacements:
@@ -226,6 +231,8 @@ class _Discoverer:
         for site in self.sites:
             for module in site.observed.values():
                 unwatch_hooks(module)
+            for layer in site.layers:
+                layer.siblings = ()
 
 
 def _activation_name(semantics: Semantics | None, cone: Cone) -> str:

@@ -13,8 +13,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from ..core.errors import BranchlineError, WrapError
+from ..linear.branching import RowLayout
 from ..linear.hooks import hooks_suspended
-from ..linear.routed import RoutedLinear, RowLayout
+from ..linear.routed import RoutedLinear
 from .identify import PROBE_ERRORS
 
 # Reading shape or kind is no reading of values: QuantizedActivation answers these as well.
@@ -168,7 +169,8 @@ def record(model: nn.Module, inputs: Mapping[str, Any]) -> Recording:
             raise WrapError(
                 f"the recorded forward of {type(model).__qualname__}",
                 f"fails on {', '.join(inputs)}: {type(error).__name__}: {error}",
-                "pass example={name: tensor of two rows} that the model accepts",
+                "pass branchline.wrap an example={name: tensor of two rows} that the model takes "
+                "(from Python only)",
             ) from error
     for value in _tensors(dict(output) if isinstance(output, Mapping) else output):
         reading = recorder.readings.get(id(value))

@@ -141,7 +141,7 @@ class Site(nn.Module):
         return self.layers[0].kernel.contract
 
     def group_kernels(self) -> None:
-        """Let consumers that take the same codes be multiplied in one call."""
+        """Let consumers that take the same codes be multiplied in one call, their branches too."""
         group_siblings([layer.kernel for layer in self.layers])
 
     def common_key(self) -> QuantKey | None:
@@ -216,10 +216,10 @@ class Site(nn.Module):
 
     def emission(self, batch: Batch) -> Emission:
         """What this site emits in `batch`; the same object for all of its forwards."""
-        found = batch.memo.get(self.index)
+        found = batch.memo.sites.get(self.index)
         # A kernel may be replaced while a batch runs.
         if found is None or found.contract is not self.contract:
-            found = batch.memo[self.index] = self._emission(batch)
+            found = batch.memo.sites[self.index] = self._emission(batch)
         return found
 
     def _emission(self, batch: Batch) -> Emission:

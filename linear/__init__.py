@@ -14,9 +14,10 @@ from ..core.quant_key import (
     ScaleLayout,
 )
 from .batch import Batch, BatchScope, active_batch
+from .branching import RowLayout
 from .contract import InputContract, InputScale
 from .registry import LayerRegistry, RawReader
-from .routed import RoutedLinear, RowLayout
+from .routed import RoutedLinear
 
 __all__ = [
     "FP8_DYNAMIC_GROUP128",

@@ -104,6 +104,21 @@ class MixedRows:
 
 
 @dataclass(frozen=True, eq=False)
+class BatchMemo:
+    """What is worked out once for all batches of the same rows under the same plan.
+
+    Attributes:
+        sites: what sites emit, by their index.
+        rows: what branches see of the rows, by the index of their place.
+        together: who is computed with a linear in one go, by its index.
+    """
+
+    sites: dict[int, Any] = field(default_factory=dict)
+    rows: dict[int, Any] = field(default_factory=dict)
+    together: dict[int, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
 class Batch:
     """One batch of one model.
 
@@ -113,9 +128,9 @@ class Batch:
         slots: int32 (places, rows), the slot of each row in each place that takes adapters (the
             linears first, in the order of their index); -1 where the row has no adapter, or one
             without a branch there.  None where `rows` is None.
-        memo: what sites have worked out for this batch, by their index; the same for all of its
-            forwards.
-        rows_at: what branches have worked out for this batch, by the index of their place.
+        memo: what follows from the plan, the slots and the mixtures.
+        ready: outputs of linears that were computed before they were called, by the index of the
+            first of those that are computed together.
         mixed: what rows of mixtures take, adapter by adapter; -1 in `slots`.
         tokens: on which tokens adapters act; None for all.
         ended: set when its block has ended; nothing may run under it any more, for its slots may
@@ -125,8 +140,8 @@ class Batch:
     plan: BatchPlan
     rows: int | None = None
     slots: torch.Tensor | None = None
-    memo: dict[int, Any] = field(default_factory=dict)
-    rows_at: dict[int, Any] = field(default_factory=dict)
+    memo: BatchMemo = field(default_factory=BatchMemo)
+    ready: dict[int, Any] = field(default_factory=dict)
     mixed: tuple[MixedRows, ...] = ()
     tokens: TokenMask | None = None
     ended: Flag = field(default_factory=Flag)

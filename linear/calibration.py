@@ -15,9 +15,10 @@ from torch import nn
 
 from ..core.errors import BranchlineError, CalibrationError
 from ..core.oracle import FP4_MAX, FP8_MAX
+from .branching import RowLayout
 from .quantized_weight import storable_global_scale
 from .registry import LayerRegistry
-from .routed import RoutedLinear, RowLayout
+from .routed import RoutedLinear
 
 _FORMAT = "branchline-calibration"
 _VERSION = 1
@@ -90,7 +91,8 @@ class Calibration:
             raise CalibrationError(
                 f"input scale of {layer}",
                 "was not observed" if amax is None else f"its observed range is {amax!r:.40}",
-                "calibrate with prompts that reach the layer, or use quant='fp8-dynamic'",
+                "calibrate with prompts that reach the layer, leave it out with ignore= (command "
+                "line: --ignore), or use a dynamic scheme, such as fp8-dynamic",
             )
         return amax / FP8_MAX
 

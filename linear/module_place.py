@@ -11,7 +11,7 @@ from torch import nn
 
 from . import ops
 from .batch import Batch
-from .routed import BatchSource, BranchRows, RowLayout, refuse_misfit
+from .branching import BatchSource, BranchRows, RowLayout, refuse_misfit
 
 
 class RowBranch(ABC):

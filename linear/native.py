@@ -14,7 +14,6 @@ from ..core.native import (
     ActivationSource,
     Epilogue,
     LowRank,
-    LowRankRows,
     NormOrder,
     NormSource,
     Output,
@@ -158,17 +157,15 @@ def shrink(rows: torch.Tensor, request: Shrink) -> torch.Tensor:
         columns=rows.shape[1],
         width=request.width,
     )
-    call = LowRankRows(
-        x=rows.data_ptr(),
-        x_dtype=native.LORA_DTYPES[rows.dtype],
-        x_stride=rows_of(rows).stride,
-        slots=request.slots.data_ptr(),
-        requests=request.slots.shape[0],
+    call = native.low_rank_call(
+        ctypes.addressof(stack),
+        (rows.data_ptr(), rows.dtype, rows_of(rows).stride),
+        request.slots,
+        (0, torch.float32, 0),
         product=out.data_ptr(),
     )
-    arguments = ctypes.addressof(stack), ctypes.addressof(call), rows.shape[0], native.threads()
     if rows.shape[0]:
-        native.load().call("bl_low_rank", *arguments)
+        native.load().call("bl_low_rank", call, 1, rows.shape[0], native.threads())
     return out
 
 

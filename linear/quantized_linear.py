@@ -85,7 +85,7 @@ class QuantizedLinear(nn.Module):
         raise WrapError(
             self.name,
             "cannot be moved or cast: its codes, scales and dtype are the checkpoint's",
-            "pass dtype= to branchline.load_model",
+            "pass dtype= to branchline.load_model, or set dtype in its config.json",
         )
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

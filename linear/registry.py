@@ -15,9 +15,10 @@ from torch import nn
 from ..core.errors import BatchError
 from ..core.quant_key import QuantKey
 from .batch import BarePlan, Batch, FusionRules, active_batch
+from .branching import Place
 from .hooks import global_hook_names, hook_names, watch_hooks
 from .parts import CHANGES_INPUT, READS_RAW, Part
-from .routed import Place, RoutedLinear
+from .routed import RoutedLinear
 
 _owners = itertools.count(1)
 _logger = logging.getLogger(__name__)

@@ -75,8 +75,7 @@ int bl_matmul(const struct bl_matmul *specs, int64_t count, int threads)
     return chosen->matmul(specs, count, threads);
 }
 
-int bl_low_rank(const struct bl_low_rank *stack, const struct bl_low_rank_rows *rows,
-                int64_t count, int threads)
+int bl_low_rank(const struct bl_low_rank_call *calls, int64_t number, int64_t count, int threads)
 {
-    return chosen->low_rank(stack, rows, count, threads);
+    return chosen->low_rank(calls, number, count, threads);
 }

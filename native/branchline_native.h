@@ -11,7 +11,7 @@
 
 #include <stdint.h>
 
-#define BL_ABI_VERSION 7
+#define BL_ABI_VERSION 8
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define BL_X86 1
@@ -148,8 +148,9 @@ struct bl_low_rank {
     int64_t columns, channels, width;
 };
 
-/* The rows of one call, which belong to `requests` requests in turn. */
-struct bl_low_rank_rows {
+/* The rows of one linear, which belong to `requests` requests in turn. */
+struct bl_low_rank_call {
+    const struct bl_low_rank *stack;
     const void *x;
     int64_t x_dtype, x_stride;
     const float *shrunk;  /* (rows, width), contiguous: taken in the place of x; NULL: computed */
@@ -160,10 +161,11 @@ struct bl_low_rank_rows {
     int64_t out_dtype, out_stride;
 };
 
-/* Adds scaling * (x a) b to `out`, rounded once.  0, or -1: no memory for scratch buffers, in which
- * case `out` is as it was. */
-typedef int bl_low_rank_fn(const struct bl_low_rank *stack, const struct bl_low_rank_rows *rows,
-                           int64_t count, int threads);
+/* Adds scaling * (x a) b to `out`, rounded once, for each of `number` linears, at most BL_MATMULS, of
+ * `count` rows each.  0, or -1: no memory for scratch buffers, in which case every `out` is as it
+ * was. */
+typedef int bl_low_rank_fn(const struct bl_low_rank_call *calls, int64_t number, int64_t count,
+                           int threads);
 
 struct bl_kernels {
     bl_activation_fn *activation;

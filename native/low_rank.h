@@ -1,4 +1,4 @@
-/* bl_low_rank: what low-rank adapters add to the rows of one linear.
+/* bl_low_rank: what low-rank adapters add to the rows of linears that share an input.
  *
  * An element of the product with B is one chain of fused multiply-adds, rank by rank.  Its bytes,
  * like those of the product with A (shrink.h), are the same on every instruction set, alone and in
@@ -8,7 +8,7 @@ enum { EXPAND_ROWS = 4, EXPAND_PIECE = 512, FEW_REQUESTS = 64 };
 
 struct low_rank_job {
     const struct bl_low_rank *stack;
-    const struct bl_low_rank_rows *rows;
+    const struct bl_low_rank_call *rows;
     int64_t rows_per_request;
     const int64_t *order; /* requests with a slot, those of one slot together */
     const int64_t *start; /* by block: its first row, counted along `order` */
@@ -179,7 +179,7 @@ static void widen_row(const uint16_t *x, float *out, int64_t count)
 static void low_rank_shrink(const struct low_rank_job *job, int64_t number)
 {
     const struct bl_low_rank *stack = job->stack;
-    const struct bl_low_rank_rows *rows = job->rows;
+    const struct bl_low_rank_call *rows = job->rows;
     char *scratch = job->scratch + (size_t)own_number() * job->scratch_size;
     float *wide = (float *)(scratch + job->wide_at), *out[BLOCK_ROWS];
     int64_t first = job->start[number], slot = block_slot(job, number);
@@ -205,7 +205,7 @@ static void low_rank_shrink(const struct low_rank_job *job, int64_t number)
 static void low_rank_expand(const struct low_rank_job *job, int64_t number, int64_t piece)
 {
     const struct bl_low_rank *stack = job->stack;
-    const struct bl_low_rank_rows *rows = job->rows;
+    const struct bl_low_rank_call *rows = job->rows;
     int64_t each = job->pieces > 1 ? EXPAND_PIECE : stack->channels, at = piece * each;
     int64_t left = stack->channels - at, count = left < each ? left : each;
     int64_t slot = block_slot(job, number), size = lora_size(stack->dtype);
@@ -244,7 +244,7 @@ static int by_number(const void *a, const void *b)
 }
 
 /* Requests with a slot, sorted by slot and then by number; returns how many. */
-static int64_t sort_by_slot(const struct bl_low_rank_rows *rows, int64_t *order)
+static int64_t sort_by_slot(const struct bl_low_rank_call *rows, int64_t *order)
 {
     int64_t count = 0;
     for (int64_t i = 0; i < rows->requests; i++) {
@@ -277,49 +277,126 @@ static int64_t cut_by_slot(const struct low_rank_job *job, int64_t count, int64_
     return blocks;
 }
 
-static void run_low_rank(struct low_rank_job *job, int team)
+/* The job that a number falls to, counted over all of them by `ends`; it becomes the job's own. */
+BL_INLINE const struct low_rank_job *find_job(const struct low_rank_job *jobs,
+                                              const int64_t *ends, int64_t *number)
 {
-    bool apart = job->pieces > 1 && !job->rows->shrunk;
-    int64_t tasks = job->blocks * job->pieces;
-    if (apart) {
-        PARALLEL_OVER(team)
-        for (int64_t block = 0; block < job->blocks; block++)
-            low_rank_shrink(job, block);
-    }
-    PARALLEL_OVER(team)
-    for (int64_t task = 0; task < tasks; task++)
-        low_rank_task(job, task);
+    int64_t which = 0;
+    while (*number >= ends[which])
+        which++;
+    *number -= which ? ends[which - 1] : 0;
+    return &jobs[which];
 }
 
-static int low_rank(const struct bl_low_rank *stack, const struct bl_low_rank_rows *rows,
-                    int64_t count, int threads)
+static void shrink_apart(const struct low_rank_job *jobs, const int64_t *ends, int64_t block)
 {
-    struct low_rank_job job = {.stack = stack, .rows = rows};
-    job.rows_per_request = rows->requests ? count / rows->requests : 0;
-    size_t order_size = padded_size((rows->requests + count + 1) * 8);
-    bool widens = rows->x_dtype == BL_LORA_F16;
-    job.wide_at = padded_size(BLOCK_ROWS * padded_rank(stack->width) * SUMS * 4);
-    job.scratch_size =
-        job.wide_at + (widens ? padded_size(BLOCK_ROWS * stack->columns * 4) : 0);
-    size_t shrunk_size = !rows->shrunk && !rows->product ? padded_size(count * stack->width * 4) : 0;
-    int team = useful_threads(threads, count * (stack->columns + stack->channels) *
-                                           stack->width / 4);
-    char *memory = malloc(order_size + shrunk_size + (size_t)team * job.scratch_size + 64);
+    const struct low_rank_job *job = find_job(jobs, ends, &block);
+    if (job->pieces > 1 && !job->rows->shrunk)
+        low_rank_shrink(job, block);
+}
+
+static void run_task(const struct low_rank_job *jobs, const int64_t *ends, int64_t task)
+{
+    const struct low_rank_job *job = find_job(jobs, ends, &task);
+    low_rank_task(job, task);
+}
+
+static void run_low_rank(struct low_rank_job *jobs, int64_t number, int team)
+{
+    int64_t blocks[BL_MATMULS], tasks[BL_MATMULS], all_blocks = 0, all_tasks = 0;
+    bool apart = false;
+    for (int64_t i = 0; i < number; i++)
+        all_blocks += jobs[i].blocks;
+    for (int64_t i = 0, before = 0; i < number; i++) {
+        struct low_rank_job *job = &jobs[i];
+        /* Where rows are too few for the threads, they share the channels of each. */
+        bool cut = team > 1 && all_blocks < 2 * team && !job->rows->product;
+        job->pieces = cut ? (job->stack->channels + EXPAND_PIECE - 1) / EXPAND_PIECE : 1;
+        apart |= job->pieces > 1 && !job->rows->shrunk;
+        blocks[i] = before += job->blocks;
+        tasks[i] = all_tasks += job->blocks * job->pieces;
+    }
+    if (apart) {
+        PARALLEL_OVER(team)
+        for (int64_t block = 0; block < all_blocks; block++)
+            shrink_apart(jobs, blocks, block);
+    }
+    PARALLEL_OVER(team)
+    for (int64_t task = 0; task < all_tasks; task++)
+        run_task(jobs, tasks, task);
+}
+
+/* Sizes of what one call needs, and then where it lies. */
+struct low_rank_room {
+    size_t order, shrunk, scratch, wide_at;
+};
+
+static struct low_rank_room low_rank_room(const struct bl_low_rank_call *call, int64_t count)
+{
+    int64_t width = call->stack->width;
+    struct low_rank_room room = {.order = padded_size((call->requests + count + 1) * 8)};
+    room.shrunk = !call->shrunk && !call->product ? padded_size(count * width * 4) : 0;
+    room.wide_at = padded_size(BLOCK_ROWS * padded_rank(width) * SUMS * 4);
+    bool widens = call->x_dtype == BL_LORA_F16;
+    room.scratch =
+        room.wide_at + (widens ? padded_size(BLOCK_ROWS * call->stack->columns * 4) : 0);
+    return room;
+}
+
+/* `memory` is the call's own, for `order` and `shrunk`; `scratch` is everybody's. */
+static struct low_rank_job low_rank_job(const struct bl_low_rank_call *call, int64_t count,
+                                        char *memory, char *scratch, size_t scratch_size)
+{
+    struct low_rank_room room = low_rank_room(call, count);
+    int64_t *order = (int64_t *)memory;
+    struct low_rank_job job = {.stack = call->stack,
+                               .rows = call,
+                               .order = order,
+                               .start = order + call->requests,
+                               .shrunk = (float *)(memory + room.order),
+                               .scratch = scratch,
+                               .scratch_size = scratch_size,
+                               .wide_at = room.wide_at};
+    job.rows_per_request = call->requests ? count / call->requests : 0;
+    int64_t requests = job.rows_per_request ? sort_by_slot(call, order) : 0;
+    job.blocks = cut_by_slot(&job, requests, order + call->requests);
+    return job;
+}
+
+/* Multiplications of the rows that have an adapter, in units of four. */
+static int64_t low_rank_work(const struct bl_low_rank_call *call, int64_t count)
+{
+    const struct bl_low_rank *stack = call->stack;
+    int64_t ranks = 0;
+    for (int64_t i = 0; i < call->requests; i++)
+        ranks += call->slots[i] < 0 ? 0 : stack->ranks[call->slots[i]];
+    int64_t each = call->requests ? count / call->requests : 0;
+    return ranks * each * (stack->columns + stack->channels) / 4;
+}
+
+static int low_rank(const struct bl_low_rank_call *calls, int64_t number, int64_t count,
+                    int threads)
+{
+    struct low_rank_job jobs[BL_MATMULS];
+    size_t own = 0, scratch = 0;
+    int64_t work = 0;
+    for (int64_t i = 0; i < number; i++) {
+        struct low_rank_room room = low_rank_room(&calls[i], count);
+        own += room.order + room.shrunk;
+        scratch = room.scratch > scratch ? room.scratch : scratch;
+        work += low_rank_work(&calls[i], count);
+    }
+    int team = useful_threads(threads, work);
+    char *memory = malloc(own + (size_t)team * scratch + 64);
     if (!memory)
         return -1;
-    char *aligned = memory + (64 - (uintptr_t)memory % 64);
-    int64_t *order = (int64_t *)aligned;
-    job.order = order;
-    job.shrunk = (float *)(aligned + order_size);
-    job.scratch = aligned + order_size + shrunk_size;
-    int64_t requests = job.rows_per_request ? sort_by_slot(rows, order) : 0;
-    job.start = order + rows->requests;
-    job.blocks = cut_by_slot(&job, requests, order + rows->requests);
-    job.pieces = team > 1 && job.blocks < 2 * team && !rows->product
-                     ? (stack->channels + EXPAND_PIECE - 1) / EXPAND_PIECE
-                     : 1;
-    if (job.blocks)
-        run_low_rank(&job, team);
+    char *at = memory + (64 - (uintptr_t)memory % 64), *shared = at + own;
+    for (int64_t i = 0; i < number; i++) {
+        struct low_rank_room room = low_rank_room(&calls[i], count);
+        jobs[i] = low_rank_job(&calls[i], count, at, shared, scratch);
+        at += room.order + room.shrunk;
+    }
+    run_low_rank(jobs, number, team);
     free(memory);
     return 0;
 }

@@ -17,11 +17,12 @@ from ..core.selection import Rejection
 from ..fusion.producers.base import ProducerRequest
 from ..fusion.registry import ProducerRegistry, Selection
 from ..fusion.site import Site
+from ..linear.branching import Place
 from ..linear.contract import InputContract
 from ..linear.registry import LayerRegistry, RawReader
-from ..linear.routed import Place, RoutedLinear
+from ..linear.routed import RoutedLinear
 from .plan import Plan, SitePlan
-from .policy import AbsorbedPolicy, Choice, DualPolicy, DynamicPolicy, Policy, SiteState
+from .policy import AbsorbedPolicy, DualPolicy, DynamicPolicy, Policy, RouteChoice, SiteState
 
 _KEPT_PLANS = 1024
 
@@ -124,7 +125,7 @@ class Planner:
         # Where no producer exists, no adapter is to blame.
         fused = Selection(None, (), obstacle) if obstacle else self._select(site, Route.FUSED)
         if fused.producer is None:
-            choice, selection = Choice(Route.UNFUSED, fused.reason), fused
+            choice, selection = RouteChoice(Route.UNFUSED, fused.reason), fused
         else:
             state = SiteState(readers, self._may_carry_adapters(site))
             choice, selection = self._first_possible(site, policy.choose(state), readers, fused)
@@ -133,10 +134,10 @@ class Planner:
     def _first_possible(
         self,
         site: Site,
-        choices: tuple[Choice, ...],
+        choices: tuple[RouteChoice, ...],
         readers: tuple[RawReader, ...],
         fused: Selection,
-    ) -> tuple[Choice, Selection]:
+    ) -> tuple[RouteChoice, Selection]:
         """The first choice that a producer serves; its reason says why those before it failed."""
         rejected: tuple[Rejection, ...] = ()
         failed: list[str] = []
@@ -153,9 +154,9 @@ class Planner:
                 continue
             if selection.producer is not None or choice.route == Route.UNFUSED:
                 reason = "; ".join([choice.reason, *failed])
-                return Choice(choice.route, reason), Selection(selection.producer, rejected)
+                return RouteChoice(choice.route, reason), Selection(selection.producer, rejected)
             failed.append(f"not {choice.route}: {selection.reason}")
-        return Choice(Route.UNFUSED, "; ".join(failed)), Selection(None, rejected)
+        return RouteChoice(Route.UNFUSED, "; ".join(failed)), Selection(None, rejected)
 
     def obstacle(self, site: Site) -> str:
         """Why the site can never be fused, whatever adapters are live; empty if it can."""
@@ -229,7 +230,7 @@ def _describe(contract: InputContract) -> str:
 
 
 def _site_plan(
-    site: Site, choice: Choice, selection: Selection, readers: tuple[RawReader, ...]
+    site: Site, choice: RouteChoice, selection: Selection, readers: tuple[RawReader, ...]
 ) -> SitePlan:
     chosen = selection.producer
     blame = dict.fromkeys(reader.name for reader in readers if reader.kind == "branch")

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from ...core.native import MATMULS
 from ...core.platform import Platform
 from ...core.selection import ACCEPTED, Verdict
 from ...linear.rows import name
+
+#: The most linears of one `LowRankKernel.run`.
+MOST_CALLS = MATMULS
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,30 @@ class LowRankStack:
     width: int
 
 
+# Not frozen: there is one for every linear of every forward, and that would double its time.
+@dataclass(eq=False, slots=True)
+class LowRankCall:
+    """What one linear adds to the rows of a batch.
+
+    Attributes:
+        kernel: of the linear.
+        out: (M, N), the base output; may be written to.
+        source: (..., K), the raw activation: M rows; or float32 (M, width), shrunk rows.
+        slots: int32 (R,), contiguous, on the device of `out`, -1 for none; the M rows belong to R
+            requests in turn.
+        shrunk: `source` was multiplied with A already.
+    """
+
+    kernel: Any
+    out: torch.Tensor
+    source: torch.Tensor
+    slots: torch.Tensor
+    shrunk: bool = False
+
+
+Launch = Callable[[Sequence[torch.Tensor], torch.Tensor], bool]
+
+
 class LowRankKernel(ABC):
     """Adds to each row the product with the matrices of its own slot.
 
@@ -73,23 +103,44 @@ class LowRankKernel(ABC):
     def accepts(self, out: torch.Tensor, x: torch.Tensor) -> Verdict:
         """Whether it reads and writes these tensors: (M, N), and (..., K) or shrunk rows."""
 
+    @classmethod
     @abstractmethod
-    def add(self, out: torch.Tensor, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """The rows with their adapters.
+    def run(cls, calls: Sequence[LowRankCall]) -> list[torch.Tensor]:
+        """What several linears add to the same M rows, in as few launches as the device needs.
+
+        A linear's bytes do not depend on the linears beside it.
 
         Args:
-            out: (M, N), the base output; may be written to.
-            x: (..., K), the raw activation: M rows.
-            slots: int32 (R,) on the device of `out`, -1 for none; the M rows belong to R requests
-                in turn.
+            calls: of kernels of this class, 1 to `MOST_CALLS`; each kernel accepts its tensors.
 
         Returns:
-            (M, N) in the dtype of `out`; `out` itself where it was written to.
+            (M, N) of each, in the dtype of its `out`; `out` itself where it was written to.
         """
 
-    @abstractmethod
+    @classmethod
+    def launcher(
+        cls, kernels: Sequence[LowRankKernel], slots: Sequence[torch.Tensor]
+    ) -> Launch | None:
+        """`run` with all worked out before that stays the same in all forwards of a batch.
+
+        Args:
+            kernels: of this class, 1 to `MOST_CALLS`.
+            slots: int32 (R,) of each, as in `LowRankCall`.
+
+        Returns:
+            What writes to the outputs (M, N) of all, in place, from the raw activation (..., K);
+            False, and nothing written, where it does not take these tensors.  None where `run` has
+            nothing to gain.
+        """
+        return None
+
+    def add(self, out: torch.Tensor, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """`run` of one linear, from the raw activation (..., K)."""
+        return self.run((LowRankCall(self, out, x, slots),))[0]
+
     def expand(self, out: torch.Tensor, shrunk: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """As `add`, from float32 (M, width) rows that were multiplied with A already."""
+        """`run` of one linear, from rows that were multiplied with A already."""
+        return self.run((LowRankCall(self, out, shrunk, slots, True),))[0]
 
 
 def check_tensors(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ...core.platform import Platform
 from ...core.selection import ACCEPTED, Verdict
 from ...linear.outputs import Shrink, gather_slots
 from ...linear.shrink import shrink
-from .base import LowRankConfig, LowRankKernel
+from .base import LowRankCall, LowRankConfig, LowRankKernel
 
 
 class EagerLowRank(LowRankKernel):
@@ -23,15 +25,19 @@ class EagerLowRank(LowRankKernel):
     def accepts(self, out: torch.Tensor, x: torch.Tensor) -> Verdict:
         return ACCEPTED
 
-    def add(self, out: torch.Tensor, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        stack = self.stack
-        request = Shrink(
-            stack.name, stack.a, stack.starts, stack.ranks, slots, stack.width, stack.width
-        )
-        return self.expand(out, shrink(x, request), slots)
+    @classmethod
+    def run(cls, calls: Sequence[LowRankCall]) -> list[torch.Tensor]:
+        return [call.kernel._added(call) for call in calls]
 
-    def expand(self, out: torch.Tensor, shrunk: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        stack, rows = self.stack, slots.shape[0]
+    def _added(self, call: LowRankCall) -> torch.Tensor:
+        out, slots, stack = call.out, call.slots, self.stack
+        shrunk = call.source
+        if not call.shrunk:
+            request = Shrink(
+                stack.name, stack.a, stack.starts, stack.ranks, slots, stack.width, stack.width
+            )
+            shrunk = shrink(shrunk, request)
+        rows = slots.shape[0]
         if not out.shape[0]:
             return out
         b = gather_slots(stack.b, stack.starts, stack.ranks, slots, stack.width)

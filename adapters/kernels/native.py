@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 
 from ...core import native
-from ...core.native import LORA_DTYPES, LowRank, LowRankRows
+from ...core.native import LORA_DTYPES, LowRank, low_rank_call
 from ...core.platform import Platform
 from ...core.selection import ACCEPTED, Verdict
 from ...linear.rows import as_rows, name, rows_of
-from .base import LowRankConfig, LowRankKernel, LowRankStack, check_tensors
+from .base import LowRankCall, LowRankConfig, LowRankKernel, LowRankStack, check_tensors
 
 #: The highest rank whose sums a thread keeps in its cache.
 MAX_RANK = 1024
@@ -22,7 +23,7 @@ class NativeLowRank(LowRankKernel):
     """A row's bytes are the same in any batch, and on every instruction set.
 
     Raises:
-        MemoryError: (of `add` and `expand`) there is no memory for scratch buffers.
+        MemoryError: (of `run`) there is no memory for scratch buffers.
     """
 
     name = "native"
@@ -66,43 +67,79 @@ class NativeLowRank(LowRankKernel):
             return ACCEPTED
         return check_tensors("the C kernels", out, x, _DTYPES)
 
-    def add(self, out: torch.Tensor, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        rows = as_rows(x)
-        if rows is None:
-            x = x.contiguous()
-            rows = rows_of(x)
-        call = LowRankRows(
-            x.data_ptr(),
-            LORA_DTYPES[x.dtype],
-            rows.stride,
-            None,
-            slots.data_ptr(),
-            slots.shape[0],
-            None,
-            out.data_ptr(),
-            LORA_DTYPES[out.dtype],
-            out.stride(0),
-        )
-        self._run(call, rows.number)
-        return out
+    @classmethod
+    def run(cls, calls: Sequence[LowRankCall]) -> list[torch.Tensor]:
+        # The tensors that addresses are taken of live here until the call ends.
+        kept, packed = [], []
+        for call in calls:
+            kernel, source = call.kernel, call.source
+            assert isinstance(kernel, NativeLowRank)
+            rows = as_rows(source)
+            if rows is None:
+                source = source.contiguous()
+                rows = rows_of(source)
+            kept.append(source)
+            packed.append(kernel._packed(call, source, rows.stride))
+        first = calls[0]
+        arguments = b"".join(packed), len(packed), first.out.shape[0], native.threads()
+        if first.kernel._function(*arguments):
+            names = ", ".join(call.kernel.stack.name for call in calls)
+            raise MemoryError(f"low-rank product of {names}: no memory for scratch")
+        return [call.out for call in calls]
 
-    def expand(self, out: torch.Tensor, shrunk: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        shrunk = shrunk.contiguous()
-        call = LowRankRows(
-            None,
-            LORA_DTYPES[torch.float32],
-            0,
-            shrunk.data_ptr(),
-            slots.data_ptr(),
-            slots.shape[0],
-            None,
-            out.data_ptr(),
-            LORA_DTYPES[out.dtype],
-            out.stride(0),
-        )
-        self._run(call, out.shape[0])
-        return out
+    @classmethod
+    def launcher(
+        cls, kernels: Sequence[LowRankKernel], slots: Sequence[torch.Tensor]
+    ) -> NativeLaunch:
+        return NativeLaunch([k for k in kernels if isinstance(k, NativeLowRank)], slots)
 
-    def _run(self, call: LowRankRows, rows: int) -> None:
-        if self._function(self._address, ctypes.addressof(call), rows, native.threads()):
-            raise MemoryError(f"low-rank product of {self.stack.name}: no memory for scratch")
+    def _packed(self, call: LowRankCall, source: torch.Tensor, stride: int) -> bytes:
+        out = call.out
+        to = out.data_ptr(), out.dtype, out.stride(0)
+        if call.shrunk:
+            return low_rank_call(
+                self._address, (0, torch.float32, 0), call.slots, to, shrunk=source.data_ptr()
+            )
+        return low_rank_call(
+            self._address, (source.data_ptr(), source.dtype, stride), call.slots, to
+        )
+
+
+class NativeLaunch:
+    """Adds the products of several linears of one batch.
+
+    Args:
+        kernels: of the linears.
+        slots: int32 (R,) of each.
+    """
+
+    def __init__(self, kernels: Sequence[NativeLowRank], slots: Sequence[torch.Tensor]) -> None:
+        # Addresses are taken of what is kept here.
+        self._kernels = tuple(kernels)
+        self._slots = tuple(slots)
+        self._fixed = [
+            (kernel._address, own.data_ptr(), own.shape[0])
+            for kernel, own in zip(kernels, slots, strict=True)
+        ]
+        self._number = len(self._kernels)
+        self._pack = native.low_rank_packer(self._number)
+        self._function = kernels[0]._function
+
+    def __call__(self, outs: Sequence[torch.Tensor], x: torch.Tensor) -> bool:
+        """As `LowRankKernel.launcher` says."""
+        x_dtype = LORA_DTYPES.get(x.dtype)
+        if x_dtype is None or not x.is_contiguous():
+            return False
+        x_at, x_stride, numbers = x.data_ptr(), x.shape[-1], []
+        for (stack, slots, requests), out in zip(self._fixed, outs, strict=True):
+            out_dtype = LORA_DTYPES.get(out.dtype)
+            if out_dtype is None or out.requires_grad or not out.is_contiguous():
+                return False
+            # In the order of struct bl_low_rank_call.
+            numbers += (stack, x_at, x_dtype, x_stride, 0, slots, requests, 0)
+            numbers += (out.data_ptr(), out_dtype, out.shape[1])
+        rows = outs[0].shape[0]
+        if self._function(self._pack(*numbers), self._number, rows, native.threads()):
+            names = ", ".join(kernel.stack.name for kernel in self._kernels)
+            raise MemoryError(f"low-rank product of {names}: no memory for scratch")
+        return True

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from pydantic import BaseModel, ConfigDict
-
 from ...core.errors import CheckpointError, ScaleError
+from ...core.report import ReportPart
 from .layer import KV_CACHE_SCALES, Layer, TensorHeader, wide
 from .metadata import CheckpointQuant
 from .resolve import ResolvedQuant
@@ -15,11 +14,7 @@ from .resolve import ResolvedQuant
 _OTHER_MODEL = "use the checkpoint of this model"
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
-
-class SchemeSummary(_Part):
+class SchemeSummary(ReportPart):
     """The linears of one scheme.
 
     Attributes:
@@ -33,7 +28,7 @@ class SchemeSummary(_Part):
     nbytes: int
 
 
-class QuantSummary(_Part):
+class QuantSummary(ReportPart):
     """What a checkpoint says of its quantisation, and what that makes of the model's linears.
 
     Attributes:

@@ -14,7 +14,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
 
-import regex
+from ...core.expressions import Expression, Patience
 
 
 class How(StrEnum):
@@ -124,7 +124,7 @@ class LinearNames:
         """The names that an entry means.
 
         Raises:
-            re.error: the entry's text is no regular expression.
+            re.error: the entry's text is no regular expression, or one that takes too long.
         """
         how, text = entry
         if how == How.EVERY:
@@ -142,19 +142,14 @@ class LinearNames:
 
 
 def _matching(text: str, names: Iterable[str]) -> list[str]:
-    # What is no pattern for Python's own module is none; the other one knows when to give up, for
-    # a checkpoint's pattern is data of a stranger, and some take longer than the universe has.
-    re.compile(text)
-    found, name = [], ""
-    try:
-        match = regex.compile(text).match
-        for name in names:
-            if match(name, timeout=_PATIENCE, concurrent=True):
+    expression, found = Expression(text), []
+    for name in names:
+        try:
+            # For each name anew: a list may hold tens of thousands of sane entries.
+            if expression.match(name, Patience(_PATIENCE)):
                 found.append(name)
-    except regex.error as error:
-        raise re.error(str(error), text) from error
-    except TimeoutError as error:
-        raise re.error(f"takes more than {_PATIENCE} s on the name {name}", text) from error
+        except TimeoutError as error:
+            raise re.error(f"{error} on the name {name}", text) from error
     return found
 
 

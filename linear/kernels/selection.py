@@ -73,7 +73,10 @@ def select_kernel(
     raise KernelUnavailableError(
         f"{subject} ({config.scheme})",
         f"no kernel can serve it on {platform}: {reasons}",
-        "drop the forced kernel" if force else "choose another scheme, or leave the layer out",
+        "drop the forced kernel: linear_kernel= (command line: --linear-kernel)"
+        if force
+        else "choose another scheme, quant= (command line: --quant), or leave the layer out with "
+        "ignore= (command line: --ignore)",
     )
 
 

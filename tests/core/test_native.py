@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import struct
 from pathlib import Path
 
 import pytest
+import torch
 
 from branchline.core import native
 from branchline.core.errors import ConfigError
@@ -77,6 +79,35 @@ def enumerators(name: str) -> dict[str, int]:
     return {enumerator: int(value) for enumerator, value in pairs}
 
 
+def test_packed_low_rank_call():
+    """Its numbers lie where the C structure has them, each field eight bytes."""
+    slots = torch.zeros(3, dtype=torch.int32)
+    packed = native.low_rank_call(
+        1, (2, torch.bfloat16, 3), slots, (4, torch.float16, 5), shrunk=6, product=7
+    )
+    body = re.search(r"struct bl_low_rank_call {(.*?)\n};", CODE, re.DOTALL)
+    assert body
+    fields = [
+        field.lstrip("*")
+        for declaration in body[1].split(";")[:-1]
+        for field in re.sub(r"^\s*(const )?((struct )?\w+) ", "", declaration).split(", ")
+    ]
+    found = dict(zip(fields, struct.unpack(f"{len(fields)}q", packed), strict=True))
+    assert found == {
+        "stack": 1,
+        "x": 2,
+        "x_dtype": native.LORA_DTYPES[torch.bfloat16],
+        "x_stride": 3,
+        "shrunk": 6,
+        "slots": slots.data_ptr(),
+        "requests": 3,
+        "product": 7,
+        "out": 4,
+        "out_dtype": native.LORA_DTYPES[torch.float16],
+        "out_stride": 5,
+    }
+
+
 @pytest.mark.parametrize(
     ("name", "mirror"),
     [
@@ -104,7 +135,6 @@ def test_dtype_enum(name, mirror):
         ("bl_norm_source", native.NormSource),
         ("bl_shrink", native.ShrinkOutput),
         ("bl_low_rank", native.LowRank),
-        ("bl_low_rank_rows", native.LowRankRows),
         ("bl_output", native.Output),
     ],
 )

@@ -80,6 +80,7 @@ class OutputOnly:
     """A branch that wants its raw rows one after the other."""
 
     compact_raw = True
+    join = None
 
     def __init__(self) -> None:
         self.seen = []

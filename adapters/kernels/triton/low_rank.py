@@ -1,14 +1,17 @@
-"""The low-rank product on GPUs: a launch for the shrink of all rows, and one for the expand."""
+"""The low-rank product on GPUs: a launch for the shrink of all rows and linears, and one for the
+expand.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
 from ....core.platform import Platform, release
 from ....core.selection import ACCEPTED, Verdict
-from ....linear.outputs import empty
-from ....linear.rows import as_rows, name, rows_of
-from ..base import LowRankConfig, LowRankKernel, check_tensors
+from ....linear.rows import name
+from ..base import LowRankCall, LowRankConfig, LowRankKernel, check_tensors
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _FIRST_TRITON = (3, 6)
@@ -41,19 +44,15 @@ class TritonLowRank(LowRankKernel):
     def accepts(self, out: torch.Tensor, x: torch.Tensor) -> Verdict:
         return check_tensors("the triton kernels", out, x, _DTYPES)
 
-    def add(self, out: torch.Tensor, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        from .kernels import launch_shrink
+    @classmethod
+    def run(cls, calls: Sequence[LowRankCall]) -> list[torch.Tensor]:
+        from .kernels import launch
 
-        if as_rows(x) is None:
-            x = x.contiguous()
-        rows = rows_of(x)
-        # What no slot's rank reaches is neither written nor read.
-        shrunk = empty((rows.number, self.stack.width), torch.float32, x.device)
-        launch_shrink(x, rows, self.stack, slots, shrunk)
-        return self.expand(out, shrunk, slots)
-
-    def expand(self, out: torch.Tensor, shrunk: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        from .kernels import launch_expand
-
-        launch_expand(shrunk.contiguous(), self.stack, slots, out)
-        return out
+        groups: dict[object, list[LowRankCall]] = {}
+        for call in calls:
+            stack = call.kernel.stack
+            kind = (stack.a.dtype, stack.width, None if call.shrunk else id(call.source))
+            groups.setdefault(kind, []).append(call)
+        for alike in groups.values():
+            launch(alike)
+        return [call.out for call in calls]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from triton.runtime.jit import JITFunction
 
+from branchline.adapters.kernels.base import LowRankCall
 from branchline.adapters.kernels.triton.low_rank import TritonLowRank
 from tests.adapters.kernels.cases import BF16, F16, F32, slots_of, stack_of
 from tests.aot import compile_launch, read_code
@@ -21,7 +22,11 @@ CASES = {
     "float32": (128, F32, F32),
     "half": (1, F16, F16),
     "mixed": (16, BF16, F32),
+    "siblings": (1, BF16, BF16),
+    "siblings, prefill": (128, BF16, BF16),
 }
+#: Channels of the linears of one launch.
+SIBLINGS = (2048, 512, 512)
 EACH = [(name, sm) for name in CASES for sm in (ARCHITECTURES if name != "half" else (90,))]
 
 
@@ -37,7 +42,14 @@ def launches(name: str) -> tuple[tuple, tuple]:
     x, out = (torch.zeros(2 * tokens, size, dtype=activation) for size in (512, 1024))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", catch)
-        TritonLowRank(stack_of((16, 64), 512, 1024, dtype)).add(out, x, slots_of(0, 1))
+        if name.startswith("siblings"):
+            kernels = [TritonLowRank(stack_of((16, 64), 4096, n, dtype)) for n in SIBLINGS]
+            x = torch.zeros(2 * tokens, 4096, dtype=activation)
+            outs = [torch.zeros(2 * tokens, n, dtype=activation) for n in SIBLINGS]
+            calls = zip(kernels, outs, strict=True)
+            TritonLowRank.run([LowRankCall(k, o, x, slots_of(0, 1)) for k, o in calls])
+        else:
+            TritonLowRank(stack_of((16, 64), 512, 1024, dtype)).add(out, x, slots_of(0, 1))
     shrink, expand = caught
     return shrink, expand
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from branchline.adapters.kernels.base import LowRankStack
+from branchline.adapters.kernels.base import LowRankCall, LowRankStack
 from branchline.adapters.kernels.eager import EagerLowRank
 from branchline.adapters.kernels.native import NativeLowRank
 from branchline.core import native as library
@@ -157,3 +157,34 @@ def test_what_is_refused_has_a_reason():
     assert "strides (1, 2)" in kernel.accepts(random(2, 8).t().contiguous().t(), x).reason
     with torch.enable_grad():
         assert "gradients" in kernel.accepts(x.clone().requires_grad_(), x).reason
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("rows", [1, 2, 64])
+def test_linears_together(monkeypatch, threads, rows):
+    """Siblings of one call: other channels, ranks, slots and dtypes; one that was shrunk before."""
+    monkeypatch.setattr(library, "threads", lambda: threads)
+    x, calls, alone = random(rows, 1100), [], []
+    for number, (ranks, channels) in enumerate(
+        (((16, 8), 512), ((4, 64), 40), ((1, 1), 1), ((0, 33), 1600))
+    ):
+        kernel = NativeLowRank(stack_of(ranks, 1100, channels, (F32, BF16)[number % 2]))
+        slots = slots_of(*((row + number) % 3 - 1 for row in range(rows)))
+        out, source = random(rows, channels, seed=number), x
+        if number == 1:
+            source = random(rows, kernel.stack.width, seed=9)
+        calls.append(LowRankCall(kernel, out, source, slots, number == 1))
+        one = kernel.expand if number == 1 else kernel.add
+        alone.append(one(out.clone(), source, slots))
+    for _ in each_isa():
+        for kind in (NativeLowRank, EagerLowRank):
+            kernels = [kind(call.kernel.stack) for call in calls]
+            given = [
+                LowRankCall(kernel, call.out.clone(), call.source, call.slots, call.shrunk)
+                for kernel, call in zip(kernels, calls, strict=True)
+            ]
+            for found, expected in zip(kind.run(given), alone, strict=True):
+                if kind is NativeLowRank:
+                    assert torch.equal(bits(found), bits(expected))
+                else:
+                    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 
+from branchline.adapters.kernels.base import LowRankCall
 from branchline.adapters.kernels.triton import kernels
 from branchline.adapters.kernels.triton.low_rank import TritonLowRank
 from tests.adapters.kernels.cases import BF16, F16, F32, bits, random, slots_of, stack_of, wanted
@@ -82,3 +83,36 @@ def test_neighbours_and_the_number_of_rows_do_not_show():
     for count in (1, 3):
         part = kernel.add(out[-count:].clone(), x[-count:], slots_of(*[1] * count))
         assert torch.equal(part, whole[-count:])
+
+
+def test_linears_together(monkeypatch):
+    """Siblings of one launch: other channels, ranks and slots; one that was shrunk before."""
+    monkeypatch.setattr(kernels, "_PIECE", 64)
+    for rows in (1, 6, 40):
+        x, calls, alone = random(rows, 150).bfloat16(), [], []
+        for number, (ranks, channels) in enumerate(
+            (((16, 8), 70), ((4, 16), 40), ((1, 1), 1), ((0, 3), 33))
+        ):
+            kernel = TritonLowRank(stack_of(ranks, 150, channels, BF16, rooms=(16, 16)))
+            slots = slots_of(*((row + number) % 3 - 1 for row in range(min(rows, 6))))
+            if rows == 40:
+                slots = slots_of(0, 1, -1, 1)
+            out, source = random(rows, channels, seed=number).bfloat16(), x
+            if number == 1:
+                source = random(rows, kernel.stack.width, seed=9)
+            calls.append(LowRankCall(kernel, out.clone(), source, slots, number == 1))
+            one = kernel.expand if number == 1 else kernel.add
+            alone.append(one(out.clone(), source, slots))
+        for found, expected in zip(TritonLowRank.run(calls), alone, strict=True):
+            assert torch.equal(bits(found), bits(expected))
+
+
+def test_columns_in_pieces(monkeypatch):
+    """The sums of pieces of the columns, added in their order: of one row and of many."""
+    monkeypatch.setattr(kernels, "_PIECE", 32)
+    for columns in (31, 32, 33, 96, 200):
+        stack = stack_of((5, 16), columns, 40)
+        x, out = random(6, columns, seed=1), random(6, 40, seed=2)
+        whole = check(stack, out, x, slots_of(0, 1, -1, 1, 0, 0))
+        one = check(stack, out[3:4], x[3:4], slots_of(1))
+        assert torch.equal(bits(one[0]), bits(whole[3]))
