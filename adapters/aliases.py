@@ -12,6 +12,7 @@ from itertools import islice
 from ..core.errors import AdapterError, AdapterExistsError, AdapterNotFoundError, ConfigError
 from .sources import AdapterResolver, AdapterSource
 from .store import VersionStore, as_new
+from .tiers.disk import is_passing, not_now
 from .version import AdapterInfo, Alias, Version
 from .weights import AdapterWeights
 
@@ -155,13 +156,17 @@ class AliasTable:
                 return
             self.register(name, source)
 
-    def hold(self, name: str) -> Version:
+    def hold(self, name: str, *, briefly: bool = False) -> Version:
         """The content of `name`, read where it never was; it stays until it is released.
+
+        Args:
+            name: of it.
+            briefly: no batch holds it; see `VersionStore.let_go`.
 
         Raises:
             AdapterNotFoundError: the name is unknown.
             AdapterBrokenError: it could not be read before.
-            AdapterError: it cannot be read; see `AdapterManager.load`.
+            AdapterError: it cannot be read, or not at the moment; see `AdapterManager.load`.
         """
         while True:
             self.resolve(name)
@@ -170,7 +175,10 @@ class AliasTable:
                 if alias.error is not None:
                     raise as_new(alias.error, alias.name)
                 if alias.version is not None:
-                    alias.version.batches += 1
+                    if briefly:
+                        self._store.hold_briefly(alias.version)
+                    else:
+                        alias.version.batches += 1
                     return alias.version
                 alias.loading = True
             self._read(alias)
@@ -182,6 +190,8 @@ class AliasTable:
             weights = self._store.disk.read(source)
             self.publish(alias, weights, source, f"adapter '{alias.name}' was read", first=True)
         except AdapterError as caught:
+            if is_passing(caught, source):
+                raise not_now(alias.name, f"{caught.subject} {caught.reason}") from caught
             error = caught
             raise
         finally:

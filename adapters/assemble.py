@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import torch
 
 from ..core.errors import AdapterUnsupportedError
+from ..core.magnitude import magnitudes
 from .base import BaseWeights, TargetEmbedding, TargetLayer
 from .check import LoadPlan, PlannedModule
-from .findings import Finding, damaged, raise_findings
+from .findings import Finding, damaged, listing, raise_findings
 from .tuners.base import Lowering
 from .weights import (
     AdapterWeights,
@@ -26,7 +28,7 @@ from .weights import (
     part_tensors,
 )
 
-Fetch = Callable[[str], torch.Tensor]
+Fetch = Callable[[Sequence[str]], Mapping[str, torch.Tensor]]
 
 
 def assemble(
@@ -41,7 +43,7 @@ def assemble(
 
     Args:
         plan: from `read.checked_plan`.
-        fetch: gives a tensor by its name in the file.
+        fetch: gives tensors by their names in the file.
         source: what `AdapterWeights.source` says.
         subject: what errors are about.
         base_weights: of the model, for what cannot be lowered without (DoRA).
@@ -105,6 +107,15 @@ def base_need(plan: LoadPlan) -> str | None:
     return None
 
 
+def base_use(plan: LoadPlan) -> str | None:
+    """What is compared with the base's weights where they are at hand, and lowers without; or None.
+
+    The parts, and so the digest, may differ between the two.
+    """
+    copied = [planned.target.name for planned in plan.modules.values() if planned.copies]
+    return f"the copy of the base weight of {listing(copied)}" if copied else None
+
+
 def _require_base(plan: LoadPlan, weights: BaseWeights | None, subject: str) -> None:
     need = base_need(plan)
     if need is not None and weights is None:
@@ -121,11 +132,12 @@ class _Assembly:
     def __init__(self, plan: LoadPlan, fetch: Fetch, weights: BaseWeights | None) -> None:
         self.findings: list[Finding] = []
         self.notes: list[str] = []
-        self.stored: set[int] = set()
-        self._kept: list[torch.Tensor] = []
+        # Kept to the end, so that no other tensor can take the address of one.
+        self._stored = fetch(plan.tensor_names)
+        self._check_finite()
+        self.stored = {tensor.data_ptr() for tensor in self._stored.values()}
         self._plan = plan
         self._weights = weights
-        self._read = fetch
         self._modules = tuple(
             planned.module for planned in plan.modules.values() if planned.module.headers
         )
@@ -227,16 +239,16 @@ class _Assembly:
         shift = bias if parts.shift is None else parts.shift + bias
         return replace(parts, weight=copy.stored, shift=shift)
 
+    def _check_finite(self) -> None:
+        largest = magnitudes(tuple(self._stored.values()))
+        for name, value in zip(self._stored, largest, strict=True):
+            if not math.isfinite(value):
+                what = "NaN" if math.isnan(value) else "infinity"
+                text = f"tensor {name!r} holds {what}"
+                self.findings.append(damaged(text, "train or save the adapter again"))
+
     def _fetch(self, name: str) -> torch.Tensor:
-        tensor = self._read(name)
-        if not torch.isfinite(tensor).all():
-            what = "NaN" if torch.isnan(tensor).any() else "infinity"
-            text = f"tensor {name!r} holds {what}"
-            self.findings.append(damaged(text, "train or save the adapter again"))
-        # Kept, so that no other tensor can take its address.
-        self._kept.append(tensor)
-        self.stored.add(tensor.data_ptr())
-        return tensor
+        return self._stored[name]
 
 
 class _Copy:
@@ -263,10 +275,14 @@ def _row_major(weight: torch.Tensor, target: TargetLayer) -> torch.Tensor:
 def _lowered_findings(parts: Mapping[str, AnyWeights], stored: Iterable[int]) -> list[Finding]:
     """Findings about parts that came out as NaN or infinity though what was stored is finite."""
     known = set(stored)
-    findings = []
-    for name, weights in parts.items():
-        for part, tensor in part_tensors(weights):
-            if tensor.data_ptr() not in known and not torch.isfinite(tensor).all():
-                text = f"{part} of {name!r} is not finite, computed from finite tensors"
-                findings.append(damaged(text, "train the adapter again"))
-    return findings
+    made = {
+        f"{part} of {name!r}": tensor
+        for name, weights in parts.items()
+        for part, tensor in part_tensors(weights)
+        if tensor.data_ptr() not in known and tensor.is_floating_point()
+    }
+    return [
+        damaged(f"{what} is not finite, computed from finite tensors", "train the adapter again")
+        for what, largest in zip(made, magnitudes(tuple(made.values())), strict=True)
+        if not math.isfinite(largest)
+    ]

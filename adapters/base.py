@@ -9,6 +9,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from .identity import BaseIdentity
+
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -86,7 +88,7 @@ class BaseFacts:
         norms: every module of one weight `(K,)`, with or without a bias, by its full name.
         input_embedding: the name of what `get_input_embeddings` returns, if any.
         tied_head: whether the head's weight is the input embedding's.
-        name_or_path: `config._name_or_path`, empty where unknown.
+        identity: which model it is, to be compared with the one an adapter names.
     """
 
     layers: Mapping[str, TargetLayer]
@@ -98,12 +100,19 @@ class BaseFacts:
     norms: Mapping[str, TargetNorm] = field(default_factory=lambda: _NOTHING)
     input_embedding: str | None = None
     tied_head: bool = False
-    name_or_path: str = ""
+    identity: BaseIdentity = field(default_factory=BaseIdentity)
 
     @property
     def targets(self) -> Mapping[str, Target]:
         """Linears, embeddings and norms by their full names."""
         return {**self.layers, **self.embeddings, **self.norms}
+
+    def with_base_rules(self, *, allow_mismatch: bool, reads_folders: bool) -> BaseFacts:
+        """These facts, with how strictly an adapter's base is compared; see `BaseIdentity`."""
+        identity = replace(
+            self.identity, allow_mismatch=allow_mismatch, reads_folders=reads_folders
+        )
+        return replace(self, identity=identity)
 
     def with_refusals(self, refusals: Mapping[str, str]) -> BaseFacts:
         """These facts, with the reasons why some modules cannot take an adapter."""

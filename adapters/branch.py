@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from ..core.errors import AdapterUnsupportedError
+from ..core.magnitude import magnitudes
 from ..linear.branching import BranchInput, BranchRows
 from ..linear.outputs import Shrink
 from ..linear.parts import Part
@@ -61,6 +62,7 @@ class LayerBranch:
         # By slot: a product alone, and a product with or without other parts.
         self._plain = torch.zeros(len(slots), dtype=torch.bool, device=device)
         self._shrinks = torch.zeros(len(slots), dtype=torch.bool, device=device)
+        self._marks: dict[int, tuple[bool, bool]] = {}
         self._rotations: dict[int, tuple[RotationFactor, ...]] = {}
         self._output_rotations: dict[int, tuple[RotationFactor, ...]] = {}
         self._deltas: dict[int, torch.Tensor] = {}
@@ -100,8 +102,7 @@ class LayerBranch:
             # Writing matrices overwrites what was there.
             self._clear_others(slot)
             self.low_rank.write(slot, weights.low_rank)
-            self._shrinks[slot] = True
-            self._plain[slot] = weights.parts == Part.PLAIN
+            self._mark(slot, plain=weights.parts == Part.PLAIN, shrinks=True)
         for part, vector in (
             (Part.GAIN, weights.gain),
             (Part.SHIFT, weights.shift),
@@ -123,10 +124,17 @@ class LayerBranch:
         """Empty a slot."""
         if self._low_rank is not None:
             self._low_rank.clear(slot)
+        self._mark(slot, plain=False, shrinks=False)
         self._clear_others(slot)
 
+    def _mark(self, slot: int, *, plain: bool, shrinks: bool) -> None:
+        marks = plain, shrinks
+        # Asked of a device, this would wait for it.
+        if self._marks.get(slot) != marks:
+            self._plain[slot], self._shrinks[slot] = marks
+            self._marks[slot] = marks
+
     def _clear_others(self, slot: int) -> None:
-        self._shrinks[slot] = self._plain[slot] = False
         for part, stack in tuple(self._vectors.items()):
             stack[slot] = _NEUTRAL[part]
         for kept in (self._rotations, self._output_rotations, self._deltas, self._weights):
@@ -298,6 +306,9 @@ def check_range(name: str, weights: AdapterWeights, dtype: torch.dtype) -> None:
     Raises:
         AdapterUnsupportedError: a scaling beyond float32, or a weight beyond `dtype`.
     """
+    most = torch.finfo(dtype).max
+    wide = [t for t in weights.tensors if t.is_floating_point() and torch.finfo(t.dtype).max > most]
+    fits = all(torch.tensor(x).to(dtype).isfinite() for x in magnitudes(wide) if x > most)
     for place, parts in weights.modules.items():
         low_rank = None if isinstance(parts, NormWeights) else parts.low_rank
         if low_rank is not None and abs(low_rank.scaling) > torch.finfo(torch.float32).max:
@@ -306,6 +317,8 @@ def check_range(name: str, weights: AdapterWeights, dtype: torch.dtype) -> None:
                 f"the scaling {low_rank.scaling:g} of {place} is beyond float32",
                 "correct lora_alpha in its config",
             )
+        if fits:
+            continue
         matrices = {"lora_A": low_rank.a, "lora_B": low_rank.b} if low_rank is not None else {}
         if isinstance(parts, LayerWeights):
             matrices |= {"delta": parts.delta, "weight": parts.weight}

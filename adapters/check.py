@@ -8,20 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
-from peft import LoraConfig
-from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.constants import INCLUDE_LINEAR_LAYERS_SHORTHAND, SEQ_CLS_HEAD_NAMES
 
-from ..core.errors import AdapterCapacityError
+from ..core.errors import AdapterCapacityError, AdapterUnsupportedError
 from .base import BaseFacts, Target, TargetLayer
 from .config_file import ParsedConfig
 from .findings import Finding, damaged, listing, mismatch, unsupported
-from .identity import identity_notes
+from .identity import compare_bases
 from .names import NameParser, NameRule, PartName, choose_rule, common_prefix, features_of
+from .patterns import DottedEnds
 from .saved import SavedParts, TokenRows, find_saved
-from .shapes import check_dtypes, check_shapes
+from .selection import ModuleSelection
+from .shapes import check_dtypes, check_shapes, check_sizes
 from .tensor_file import TensorHeader
 from .tuners.base import Module, TunerType
 from .tuners.config import TunerConfig
@@ -69,6 +70,16 @@ class LoadPlan:
     notes: tuple[str, ...]
     max_rank: int
 
+    @cached_property
+    def tensor_names(self) -> tuple[str, ...]:
+        """What it takes of the file, each once."""
+        names = list(self.shared.values())
+        for planned in self.modules.values():
+            names += [header.name for header in planned.module.headers.values()]
+            names += [*planned.whole.values(), *planned.copies.values()]
+            names += [] if planned.tokens is None else [planned.tokens.tensor]
+        return tuple(dict.fromkeys(names))
+
 
 @dataclass
 class _Check:
@@ -82,6 +93,7 @@ class _Check:
     notes: list[str] = field(default_factory=list)
     rule: NameRule = field(default_factory=NameRule)
 
+    @cached_property
     def allowed(self) -> dict[str, Target]:
         """The modules that the type may sit on."""
         targets = self.base.targets
@@ -108,19 +120,34 @@ def plan_load(
         are no findings.
     """
     tuner = parsed.tuner
+    beyond = check_sizes(headers, base)
+    if beyond:
+        plan = LoadPlan(tuner, parsed.config, {}, {}, (), max_rank)
+        return plan, [*parsed.findings, *beyond]
     config, unresolved = tuner.resolved(parsed.config, base)
     by_name = {header.name: header for header in headers}
     check = _Check(tuner, config, base, by_name, [*parsed.findings, *unresolved])
-    check.notes += identity_notes(parsed.base_model, base)
+    try:
+        plan = _checked(check, parsed, max_rank, resolved=not unresolved)
+    except AdapterUnsupportedError as error:
+        # What ended the check: a pattern that would have taken too long.
+        check.findings.append(unsupported(f"{error.subject}: {error.reason}", error.remedy))
+        plan = LoadPlan(tuner, config, {}, {}, (), max_rank)
+    return plan, check.findings
+
+
+def _checked(check: _Check, parsed: ParsedConfig, max_rank: int, *, resolved: bool) -> LoadPlan:
+    tuner, config, base, headers = check.tuner, check.config, check.base, check.headers
+    _check_base(check, parsed)
     _check_task(check)
     parts, shared, others = _split(check)
     check.rule = _choose_rule(check, parts)
-    modules = {} if unresolved else _group(check, parts)
-    saved = find_saved(tuner, config, base, check.rule, by_name, others, modules)
+    modules = _group(check, parts) if resolved else {}
+    saved = find_saved(tuner, config, base, check.rule, headers, others, modules)
     check.findings += saved.findings
     check.notes += saved.notes
     _check_others(check, saved.leftover, parsed.refused)
-    if parts and not modules and not unresolved:
+    if parts and not modules and resolved:
         _nothing_matches(check, parts)
     elif modules:
         _check_modules(check, modules, shared, max_rank)
@@ -128,11 +155,10 @@ def plan_load(
         check.findings.append(damaged("the file holds no tensor"))
     elif not saved.modules and not others:
         check.findings.append(damaged("the file holds no tensor of a module"))
-    check_dtypes(headers, check.findings)
+    check_dtypes(headers.values(), check.findings)
     _check_token_capacity(check, saved, max_rank)
     planned = _planned(check, modules, saved)
-    plan = LoadPlan(tuner, config, planned, shared, tuple(check.notes), max_rank)
-    return plan, check.findings
+    return LoadPlan(tuner, config, planned, shared, tuple(check.notes), max_rank)
 
 
 def _planned(
@@ -149,6 +175,12 @@ def _planned(
         )
         for name in names
     }
+
+
+def _check_base(check: _Check, parsed: ParsedConfig) -> None:
+    findings, notes = compare_bases(parsed.base_model, check.base.identity)
+    check.findings += findings
+    check.notes += notes
 
 
 def _check_task(check: _Check) -> None:
@@ -188,7 +220,7 @@ def _split(check: _Check) -> tuple[list[PartName], dict[str, str], list[str]]:
 
 def _choose_rule(check: _Check, parts: Sequence[PartName]) -> NameRule:
     modules = {part.module for part in parts}
-    return choose_rule(modules, check.allowed())
+    return choose_rule(modules, check.allowed)
 
 
 def _check_others(check: _Check, others: Sequence[str], explained: Collection[str]) -> None:
@@ -210,7 +242,7 @@ def _nothing_matches(check: _Check, parts: Sequence[PartName]) -> None:
 
 def _group(check: _Check, parts: Sequence[PartName]) -> dict[str, Module]:
     """Modules with their headers; what names none that the type may sit on becomes a finding."""
-    allowed = check.allowed()
+    allowed = check.allowed
     found: dict[str, dict[str, TensorHeader]] = {}
     aliases, strangers = {}, []
     for part in parts:
@@ -252,14 +284,14 @@ def _check_modules(
 ) -> None:
     targets = _select_targets(check)
     _compare_targets(check, targets, modules)
-    _check_patterns(check, targets)
+    _check_patterns(check, targets, modules)
     for name, module in modules.items():
         if module.target.refusal is not None:
             text = f"layer {name!r} cannot take a branch: {module.target.refusal}"
             check.findings.append(unsupported(text, "train the adapter without this layer"))
     check_shapes(check.tuner, check.config, modules, shared, check.headers, check.findings)
     ranks = [check.tuner.rank(check.config, module) for module in modules.values()]
-    allowed = check.allowed()
+    allowed = check.allowed
     for name in targets - modules.keys():
         bare = Module(allowed[name], check.rule.to_adapter(name))
         ranks.append(check.tuner.rank(check.config, bare))
@@ -272,19 +304,18 @@ def _select_targets(check: _Check) -> set[str]:
     if targets is None:
         return set()
     config = check.config
-    # A LoraConfig, because PEFT's matching may read any of its fields.
-    selection = LoraConfig(
-        target_modules=targets,
-        exclude_modules=config.exclude_modules,
-        layers_to_transform=config.layers_to_transform,
+    selection = ModuleSelection(
+        targets,
+        exclude=config.exclude_modules,
+        layers=config.layers_to_transform,
         layers_pattern=config.layers_pattern,
         modules_to_save=config.modules_to_save,
     )
 
     def selected(name: str) -> bool:
-        return bool(check_target_module_exists(selection, check.rule.to_adapter(name)))
+        return selection.selects(check.rule.to_adapter(name))
 
-    allowed = check.allowed()
+    allowed = check.allowed
     modules = {name for name in allowed if selected(name)}
     others = [n for n in check.base.modules if n and n not in allowed and selected(n)]
     if others:
@@ -299,12 +330,9 @@ def _select_targets(check: _Check) -> set[str]:
 def _note_unmatched(check: _Check, entries: Sequence[str]) -> None:
     # PEFT accepts these, and lists made for several models are common. The tensors are compared
     # with what is selected, so nothing can be missed by it.
-    names = [check.rule.to_adapter(name) for name in check.allowed()]
-    unmatched = [
-        entry
-        for entry in entries
-        if not any(name == entry or name.endswith(f".{entry}") for name in names)
-    ]
+    names = [check.rule.to_adapter(name) for name in check.allowed]
+    left = DottedEnds(entries).unmatched(names)
+    unmatched = [entry for entry in entries if entry in left]
     if unmatched:
         check.notes.append(f"target_modules entries that name no layer: {listing(unmatched)}")
 
@@ -345,19 +373,21 @@ def _compare_targets(check: _Check, targets: set[str], layers: Collection[str]) 
         check.findings.append(mismatch(text))
 
 
-def _check_patterns(check: _Check, targets: Collection[str]) -> None:
+def _check_patterns(check: _Check, targets: Collection[str], modules: Mapping[str, Module]) -> None:
     names = [check.rule.to_adapter(name) for name in targets]
-    for key, entries in check.config.patterns.items():
-        patterns = list(entries)
-        key_of = check.tuner.pattern_key
-        in_effect = {key_of(patterns, name) for name in names}
-        for pattern in patterns:
-            if not any(key_of([pattern], name) == pattern for name in names):
-                text = f"the {key} entry {pattern!r} matches no target"
-                check.findings.append(mismatch(text, f"correct or remove the {key} entry"))
-            elif pattern not in in_effect:
-                note = f"the {key} entry {pattern!r} is hidden by entries before it, as in PEFT"
-                check.notes.append(note)
+    for key, patterns in check.config.patterns.items():
+        # Of other modules too, so that nothing is left to be matched where shapes are checked.
+        for module in modules.values():
+            patterns.key_of(module.alias)
+        unmatched = patterns.unmatched(names)
+        explained = {patterns.key_of(name) for name in names}.union(unmatched)
+        if unmatched:
+            text = f"{key} entries that match no target: {listing(unmatched)}"
+            check.findings.append(mismatch(text, f"correct or remove these entries of {key}"))
+        hidden = [entry for entry in patterns if entry not in explained]
+        if hidden:
+            note = f"{key} entries hidden by others before them, as in PEFT: {listing(hidden)}"
+            check.notes.append(note)
 
 
 def _check_token_capacity(check: _Check, saved: SavedParts, max_rank: int) -> None:

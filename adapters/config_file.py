@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from ..core.errors import AdapterFormatError, AdapterUnsupportedError
 from ..linear.checkpoint.document import is_off, short, unique_keys
 from .findings import Finding, damaged, raise_findings, unsupported
+from .identity import NamedBase
 from .tuners import TUNERS, UNSERVED
 from .tuners.base import TunerType
 from .tuners.config import TunerConfig
@@ -31,14 +32,14 @@ class ParsedConfig(NamedTuple):
         findings: the features that are not served.
         refused: the keys those findings are about (tensors of such a feature need no finding of
             their own).
-        base_model: the name or path of the base model, where the config has one.
+        base_model: what it says of the base model.
     """
 
     tuner: TunerType[Any]
     config: TunerConfig
     findings: list[Finding]
     refused: frozenset[str]
-    base_model: str | None = None
+    base_model: NamedBase = NamedBase()
 
 
 def load_config(data: bytes, subject: str) -> dict[str, Any]:
@@ -74,8 +75,8 @@ def parse_config(raw: Mapping[str, Any], subject: str) -> ParsedConfig:
         for key in tuner.config.model_fields
         if key in raw and not (raw[key] is None and key not in tuner.keys.required)
     }
-    name = raw.get("base_model_name_or_path")
-    base_model = name if isinstance(name, str) else None
+    base = (raw.get(key) for key in ("base_model_name_or_path", "revision"))
+    base_model = NamedBase(*(value if isinstance(value, str) else "" for value in base))
     try:
         config = tuner.config(**fields)
     except ValidationError as error:
@@ -144,7 +145,9 @@ def _check_features(
 def _value_findings(error: ValidationError) -> list[Finding]:
     # A union reports once a member; the first message of a key is enough.
     first: dict[str, str] = {}
-    for item in error.errors(include_url=False):
+    # Of these, what is said of a value of the right type tells more than another type.
+    errors = error.errors(include_url=False)
+    for item in sorted(errors, key=lambda item: item["type"] != "value_error"):
         location = [str(part) for part in item["loc"]]
         key = location[0] if location else "the module selection"
         told = location and item["type"] != "missing"

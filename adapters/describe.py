@@ -8,44 +8,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict
-
 from ..core.errors import AdapterError
+from ..core.report import ReportPart
 from .assemble import assemble, base_need
 from .base import BaseFacts, TargetEmbedding, TargetLayer
 from .config_file import ParsedConfig, parse_config
+from .contents import ModuleContent, contents_of, planned_contents, stored_contents
 from .findings import raise_findings
 from .names import NameParser
 from .pickle_file import PickleFile
 from .read import checked_plan, open_tensors, read_raw_config
 from .tensor_file import TensorFile, TensorHeader
-from .weights import AdapterWeights
 
 # No slots, no limit: above every rank that a config may name.
 _ANY_RANK = 2**31
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
-
-class AdapterLayer(_Part):
-    """One layer of an adapter.
-
-    Attributes:
-        name: as the adapter names it, without PEFT's prefix.
-        rank: of its product.
-        scaling: that the product is multiplied with.
-        shape: (N, K) of the linear that it was trained on.
-    """
-
-    name: str
-    rank: int
-    scaling: float
-    shape: tuple[int, int]
-
-
-class AdapterSummary(_Part):
+class AdapterSummary(ReportPart):
     """An adapter folder.
 
     Attributes:
@@ -56,13 +35,11 @@ class AdapterSummary(_Part):
         alpha: the config's `lora_alpha`, before patterns.
         targets: the config's `target_modules`: names, or one pattern; empty where PEFT's default
             for the base model counts.
-        layers: those with a low-rank product; empty where something is wrong, or where it takes the
-            base model to tell.
-        modules: names of all modules that the type's tensors lie below.
+        modules: what it holds for each of them.
         dtypes: safetensors' names of the tensors' dtypes.
         parameters: how many numbers the tensors hold.
         nbytes: size of the tensor file.
-        digest: SHA-256 of what the adapter computes on a model that names its layers as the
+        digest: BLAKE3 of what the adapter computes on a model that names its layers as the
             adapter does; None where something is wrong, or where it takes the base model to tell.
         notes: what a listing says.
         problem: why no model can load it; None where one can.
@@ -74,8 +51,7 @@ class AdapterSummary(_Part):
     rank: int | None
     alpha: float | None
     targets: tuple[str, ...]
-    layers: tuple[AdapterLayer, ...]
-    modules: tuple[str, ...]
+    modules: tuple[ModuleContent, ...]
     dtypes: tuple[str, ...]
     parameters: int
     nbytes: int
@@ -84,29 +60,36 @@ class AdapterSummary(_Part):
     problem: str | None
 
 
-def describe_adapter(path: str | Path) -> AdapterSummary:
+def describe_adapter(path: str | Path, *, label: str | None = None) -> AdapterSummary:
     """Read an adapter folder and check all that can be checked without its base model.
+
+    Args:
+        path: the folder.
+        label: what messages call it; None for its path.
 
     Raises:
         AdapterNotFoundError: there is no such folder.
         AdapterFormatError: config or tensors are missing, no JSON, no safetensors file, or a pickle
             of more than tensors.
     """
-    folder, subject = Path(path), f"adapter {os.fspath(path)!r}"
+    folder, subject = Path(path), f"adapter {label or os.fspath(path)!r}"
     raw = read_raw_config(folder, subject)
     with open_tensors(folder, subject) as file:
-        modules = _modules(_LORA, file.headers)
-        told, problem = _Told(), None
+        parsed, parser, told, problem = None, _LORA, None, None
         try:
             parsed = parse_config(raw, subject)
-            modules = _modules(
-                NameParser(parsed.tuner.parts(parsed.config), parsed.tuner.shared(parsed.config)),
-                file.headers,
+            parser = NameParser(
+                parsed.tuner.parts(parsed.config), parsed.tuner.shared(parsed.config)
             )
-            told = _told(parsed, modules, file, subject)
+            told = _told(parsed, _modules(parser, file.headers), file, subject)
         except AdapterError as error:
             problem = str(error)
-        return _summary(raw, file, tuple(modules), told, problem)
+        if told is None or told.modules is None:
+            # Of settings that are refused no rank is told.
+            known = parsed if told is not None else None
+            modules = stored_contents(known, file.headers, parser)
+            told = _Told(modules, None, told.notes if told else ())
+        return _summary(raw, file, told, problem)
 
 
 # Of a config that cannot be read, what it would most likely be of.
@@ -117,7 +100,8 @@ _Modules = Mapping[str, Mapping[str, TensorHeader]]
 class _Told(NamedTuple):
     """What the files tell without a base model."""
 
-    weights: AdapterWeights | None = None
+    modules: tuple[ModuleContent, ...] | None = None
+    digest: str | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -144,9 +128,10 @@ def _told(
     plan = checked_plan(parsed, file.headers, facts, max_rank=_ANY_RANK, subject=subject)
     need = base_need(plan)
     if need is not None:
-        return _Told(notes=(*plan.notes, f"{need} is computed with the weights of the base model"))
+        notes = (*plan.notes, f"{need} is computed with the weights of the base model")
+        return _Told(planned_contents(plan), notes=notes)
     weights = assemble(plan, file.read, source=subject, subject=subject)
-    return _Told(weights, weights.notes)
+    return _Told(contents_of(weights, facts.targets), weights.digest, weights.notes)
 
 
 def _is_mixed(parsed: ParsedConfig, headers: Sequence[TensorHeader]) -> bool:
@@ -184,14 +169,9 @@ def _table(parts: Mapping[str, TensorHeader]) -> tuple[int, int] | None:
 
 
 def _summary(
-    raw: dict[str, Any],
-    file: TensorFile | PickleFile,
-    modules: tuple[str, ...],
-    told: _Told,
-    problem: str | None,
+    raw: dict[str, Any], file: TensorFile | PickleFile, told: _Told, problem: str | None
 ) -> AdapterSummary:
-    headers, weights = file.headers, told.weights
-    layers = () if weights is None else _layers(weights)
+    headers = file.headers
     return AdapterSummary(
         peft_type=_field(raw, "peft_type", str),
         base_model=_field(raw, "base_model_name_or_path", str),
@@ -199,27 +179,13 @@ def _summary(
         rank=_field(raw, "r", int),
         alpha=_field(raw, "lora_alpha", int, float),
         targets=_targets(raw),
-        layers=layers,
-        modules=modules,
+        modules=told.modules or (),
         dtypes=tuple(dict.fromkeys(header.dtype for header in headers)),
         parameters=sum(math.prod(header.shape) for header in headers),
         nbytes=file.nbytes,
-        digest=None if weights is None else weights.digest,
+        digest=told.digest,
         notes=told.notes,
         problem=problem,
-    )
-
-
-def _layers(adapter: AdapterWeights) -> tuple[AdapterLayer, ...]:
-    return tuple(
-        AdapterLayer(
-            name=name,
-            rank=part.rank,
-            scaling=part.scaling,
-            shape=(part.b.shape[0], part.a.shape[1]),
-        )
-        for name, weights in adapter.layers.items()
-        if (part := weights.low_rank) is not None
     )
 
 

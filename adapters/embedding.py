@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..fusion.identify import PROBE_ERRORS, same_bytes
+from ..linear.branching import BatchSource, BranchRows, RowLayout
 from ..linear.module_place import ModulePlace, RowBranch
-from ..linear.routed import BatchSource, BranchRows, RowLayout
 from .weights import EmbeddingWeights
 
 

@@ -64,7 +64,7 @@ class TakenAdapter:
         """
         weights = assemble(
             self.plan,
-            self.tensors.__getitem__,
+            lambda names: {name: self.tensors[name] for name in names},
             source=self.source,
             subject=self.source,
             base_weights=base_weights,

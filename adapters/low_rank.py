@@ -67,8 +67,6 @@ class LowRankSlots:
         self.fallbacks: Counter[str] = Counter()
         self._eager = EagerLowRank(stack)
         self._starts = slots.starts
-        # What each slot holds, without asking the device.
-        self._held = [0] * len(slots)
 
     @property
     def nbytes(self) -> int:
@@ -76,23 +74,16 @@ class LowRankSlots:
         return self.a.nbytes + self.b.nbytes
 
     def write(self, slot: int, weights: LowRank) -> None:
-        """Fill a slot; nothing of what was there before is left."""
-        rank, start, held = weights.rank, self._starts[slot], self._held[slot]
+        """Fill a slot; rows beyond the rank are read by nobody."""
+        rank, start = weights.rank, self._starts[slot]
         self.a[start : start + rank].copy_(weights.a)
         self.b[start : start + rank].copy_(weights.b.mT)
-        if held > rank:
-            self.a[start + rank : start + held].zero_()
-            self.b[start + rank : start + held].zero_()
         self.scaling[slot] = weights.scaling
-        self.ranks[slot] = self._held[slot] = rank
+        self.ranks[slot] = rank
 
     def clear(self, slot: int) -> None:
-        """Empty a slot; what it costs depends on the rank that it held."""
-        start, end = self._starts[slot], self._starts[slot] + self._held[slot]
-        self.a[start:end].zero_()
-        self.b[start:end].zero_()
-        self.scaling[slot] = 0.0
-        self.ranks[slot] = self._held[slot] = 0
+        """Empty a slot: what lies there has no rank, and is read by nobody."""
+        self.ranks[slot] = 0
 
     def shrink_request(self, slots: torch.Tensor, rank: int) -> Shrink:
         """What shrinks the raw activation for rows of `slots` (int32 (R,), -1 for none)."""

@@ -21,7 +21,9 @@ from ..linear.batch import Batch, BatchPlan
 from ..linear.registry import LayerRegistry
 from .aliases import BASE_NAME, AliasTable
 from .base import BaseFacts, BaseWeights
-from .read import read_adapter
+from .disabled import is_disabled
+from .mixture import Mixture
+from .read import PlanCache, read_adapter
 from .ready import ReadyBatches, RowName, RowsBlock
 from .sources import AdapterResolver, AdapterSource, SourceReader
 from .store import VersionStore
@@ -66,12 +68,14 @@ class AdapterManager:
         self._registry = registry
         self._base = base
         self._base_weights = base_weights
+        self._plans = PlanCache()
         self._plan = plan
         disk = DiskTier(folders or SourceReader(), self._read)
         self._store = VersionStore(registry, disk, limits, dtype, device)
         self._aliases = AliasTable(self._store, resolver)
         self._batches = ReadyBatches(registry, self._aliases, self._store, plan, device)
         self._prefetcher: ThreadPoolExecutor | None = None
+        self._prefetcher_of = 0
 
     @property
     def resolver(self) -> AdapterResolver | None:
@@ -247,8 +251,10 @@ class AdapterManager:
             self._aliases.resolve(name)
         with self._store.lock:
             self.refuse_if_closed()
-            if self._prefetcher is None:
+            if self._prefetcher is None or self._prefetcher_of != os.getpid():
+                # A fork takes the executor along, but not its thread.
                 self._prefetcher = ThreadPoolExecutor(1, "branchline-prefetch")
+                self._prefetcher_of = os.getpid()
             return tuple(self._prefetcher.submit(self._fetch, name) for name in wanted)
 
     # --- listing --------------------------------------------------------------------------------
@@ -338,11 +344,15 @@ class AdapterManager:
             AdapterNotFoundError: a name is unknown.
             AdapterCapacityError: the batch, with others in flight, needs more slots than there are.
             AdapterBrokenError: an adapter's source is gone or has changed.
+            AdapterSourceError: it cannot be read at the moment; the next block tries again.
             AdapterError: a registered adapter cannot be read; see `load`.
             BatchError: not a sequence of names, or an empty one; or a block of this model is open
                 in this thread (or task) already, which two generators in turn would mix up.
         """
-        return RowsBlock(self._batches, self._registry.owner, names, alone=True)
+        owner = self._registry.owner
+        if is_disabled(owner) and not isinstance(names, str | Mapping | Mixture):
+            names = [None for _ in names]
+        return RowsBlock(self._batches, owner, names, alone=True)
 
     def rows_of_call(self, names: Sequence[RowName]) -> AbstractContextManager[Batch]:
         """As `rows`, for one call that ends before anything else can run; overrides a block."""
@@ -365,7 +375,7 @@ class AdapterManager:
                     "unwrap", f"{self._batches.open} batches are in flight", "let them end first"
                 )
             self._store.closed = True
-            if self._prefetcher is not None:
+            if self._prefetcher is not None and self._prefetcher_of == os.getpid():
                 self._prefetcher.shutdown(wait=False, cancel_futures=True)
 
     def refuse_if_closed(self) -> None:
@@ -384,6 +394,7 @@ class AdapterManager:
             self._base,
             max_rank=self._store.limits.width,
             base_weights=self._base_weights,
+            plans=self._plans,
         )
 
     def _change(self, name: str, **changes: bool | int) -> AdapterInfo:
@@ -400,13 +411,12 @@ class AdapterManager:
     @contextmanager
     def _held(self, name: str) -> Iterator[Version]:
         """The content of `name`, in memory, and kept there."""
-        version = self._aliases.hold(name)
+        version = self._aliases.hold(name, briefly=True)
         try:
             self._store.bring_to_memory(version)
             yield version
         finally:
-            with self._store.lock:
-                self._store.release([version])
+            self._store.let_go(version)
 
     def _fetch(self, name: str) -> AdapterInfo:
         with self._held(name) as version:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from ..fusion.site import Site
+from ..linear.branching import BatchSource, BranchRows, RowLayout
 from ..linear.module_place import ModulePlace, RowBranch
-from ..linear.routed import BatchSource, BranchRows, RowLayout
 from .weights import NormWeights
 
 _Compute = Callable[[torch.Tensor], torch.Tensor]

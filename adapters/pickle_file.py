@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import pickle
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
@@ -62,6 +63,8 @@ class PickleFile:
                     "save it as safetensors",
                 )
         self._tensors = _load(path, subject)
+        #: A pickle has none, by which equal files could be told.
+        self.header = b""
 
     def __enter__(self) -> PickleFile:
         return self
@@ -79,9 +82,12 @@ class PickleFile:
         """Name, dtype and shape of every tensor, in the order of the file."""
         return [tensor_header(name, tensor) for name, tensor in self._tensors.items()]
 
-    def read(self, name: str) -> torch.Tensor:
-        """Copy one tensor out of the file; it owns its memory."""
-        return self._tensors[name].detach().clone(memory_format=torch.contiguous_format)
+    def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Copy tensors out of the file, by their names; each owns its memory."""
+        return {
+            name: self._tensors[name].detach().clone(memory_format=torch.contiguous_format)
+            for name in names
+        }
 
 
 def _is_dense(value: object) -> bool:

@@ -6,7 +6,8 @@ from typing import Any, Protocol
 
 import torch
 
-from ..linear.routed import Place, RoutedLinear
+from ..linear.branching import Place
+from ..linear.routed import RoutedLinear
 from .branch import LayerBranch
 from .embedding import EmbeddingPlace
 from .norm import NormBranch, NormPlace

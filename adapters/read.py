@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -24,6 +26,13 @@ PICKLE_NAME = "adapter_model.bin"
 # Real ones have a few kilobytes; "all-linear" on a large model spells out a few hundred names.
 _LONGEST_CONFIG = 16 * 2**20
 
+# Of plans: as many shapes of adapters as one model is likely to see, none of them endless.
+_MOST_KEPT = 64
+_LONGEST_KEPT = 2**20
+
+_PlanKey = tuple[bytes, bytes]
+_Known = tuple[dict[str, Any], LoadPlan]
+
 
 def read_adapter(
     path: str | Path,
@@ -31,6 +40,7 @@ def read_adapter(
     *,
     max_rank: int,
     base_weights: BaseWeights | None = None,
+    plans: PlanCache | None = None,
 ) -> AdapterWeights:
     """Read an adapter that PEFT saved, checked against a base model.
 
@@ -43,6 +53,7 @@ def read_adapter(
         base: facts about the model it is to be loaded on.
         max_rank: the rank the slots were sized for.
         base_weights: the model's weights, for what cannot be lowered without them (DoRA).
+        plans: of this base and rank, so that what was checked once is not checked again.
 
     Raises:
         AdapterNotFoundError: there is no such folder.
@@ -54,10 +65,18 @@ def read_adapter(
     """
     folder = Path(path)
     subject = f"adapter {os.fspath(path)!r}"
-    raw = read_raw_config(folder, subject)
-    parsed = parse_config(raw, subject)
+    config = read_config(folder, subject)
     with open_tensors(folder, subject) as file:
-        plan = checked_plan(parsed, file.headers, base, max_rank=max_rank, subject=subject)
+        key = config, file.header
+        known = None if plans is None else plans.get(key)
+        if known is None:
+            raw = load_config(config, subject)
+            parsed = parse_config(raw, subject)
+            plan = checked_plan(parsed, file.headers, base, max_rank=max_rank, subject=subject)
+            if plans is not None:
+                plans.put(key, (raw, plan))
+        else:
+            raw, plan = known
         weights = assemble(
             plan, file.read, source=os.fspath(path), subject=subject, base_weights=base_weights
         )
@@ -79,6 +98,45 @@ def read_plan(path: str | Path, base: BaseFacts, *, max_rank: int) -> LoadPlan:
         return checked_plan(parsed, file.headers, base, max_rank=max_rank, subject=subject)
 
 
+class PlanCache:
+    """What the latest config and header bytes came to; a training run changes neither.
+
+    Only what was accepted is kept: whatever is wrong is said with the name of the adapter.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[_PlanKey, _Known] = OrderedDict()
+
+    def get(self, key: _PlanKey) -> _Known | None:
+        """The decoded config and the plan, if these bytes were accepted before."""
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+            return self._kept.get(key)
+
+    def put(self, key: _PlanKey, known: _Known) -> None:
+        """Keep an accepted plan; not of pickles, which have no header, nor of endless headers."""
+        config, header = key
+        if not header or len(config) + len(header) > _LONGEST_KEPT:
+            return
+        with self._lock:
+            self._kept[key] = known
+            while len(self._kept) > _MOST_KEPT:
+                self._kept.popitem(last=False)
+
+
+def read_config(folder: Path, subject: str) -> bytes:
+    """The adapter_config.json of a folder.
+
+    Raises:
+        AdapterNotFoundError, AdapterFormatError: as in `read_raw_config`.
+    """
+    if not _is_folder(folder, subject):
+        raise AdapterNotFoundError(subject, "there is no such folder", "check the path")
+    return _read_config(folder / CONFIG_NAME, subject)
+
+
 def read_raw_config(folder: Path, subject: str) -> dict[str, Any]:
     """The decoded, unchecked adapter_config.json of a folder.
 
@@ -90,9 +148,7 @@ def read_raw_config(folder: Path, subject: str) -> dict[str, Any]:
         AdapterNotFoundError: there is no such folder.
         AdapterFormatError: the file is missing, unreadable, too long or no JSON object.
     """
-    if not _is_folder(folder, subject):
-        raise AdapterNotFoundError(subject, "there is no such folder", "check the path")
-    return load_config(_read_config(folder / CONFIG_NAME, subject), subject)
+    return load_config(read_config(folder, subject), subject)
 
 
 def checked_plan(

@@ -223,6 +223,8 @@ class RowsBlock:
             self._scope.__exit__(None, None, None)
         finally:
             self._batch.ended.set()
+            # What is kept ready for the next block remembers the first one.
+            self._batch.ready.clear()
             self._batches.release(self._ready)
 
 

@@ -6,18 +6,20 @@ copies the base weight of a targeted head or embedding into the file.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .base import BaseFacts, TargetEmbedding, TargetLayer
+from .base import BaseFacts, Target, TargetEmbedding, TargetLayer
 from .findings import Finding, damaged, listing, mismatch, unsupported
 from .names import PEFT_PREFIX, NameRule
+from .patterns import TextEnds
 from .tensor_file import TensorHeader
 from .tuners.base import TunerType
 from .tuners.config import TunerConfig
 
-_COPY = ".base_layer"
+#: At the end of the module of a copy of base weights.
+COPY_SUFFIX = ".base_layer"
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def find_saved(
     for tensor in others:
         module, _, end = tensor.removeprefix(PEFT_PREFIX).rpartition(".")
         name = rule.to_base(module)
-        copied = rule.to_base(module.removesuffix(_COPY))
+        copied = rule.to_base(module.removesuffix(COPY_SUFFIX))
         owner = tensor.removeprefix(PEFT_PREFIX).removesuffix(f".{tuner.token_end}")
         if tensor.endswith(f".{tuner.token_end}") and (rows or not tuner.selects_targets):
             owner = rule.to_base(owner)
@@ -96,7 +98,7 @@ def find_saved(
             saved.tokens[owner] = TokenRows(tensor, rows.get(source or "", ()))
         elif name in selected and end in ("weight", "bias"):
             saved.whole.setdefault(name, {})[end] = tensor
-        elif module.endswith(_COPY) and copied in copied_from and end in ("weight", "bias"):
+        elif module.endswith(COPY_SUFFIX) and copied in copied_from and end in ("weight", "bias"):
             saved.copies.setdefault(copied, {})[end] = tensor
         else:
             saved.leftover.append(tensor)
@@ -114,16 +116,18 @@ def _selected(
     """Linears, embeddings and norms that `modules_to_save` keeps, to the entry that names them."""
     found: dict[str, str] = {}
     unmatched = []
-    for entry in config.modules_to_save or ():
-        # By the end of the name's text, as PEFT does it, not by its dotted parts.
-        roots = [name for name in base.modules if rule.to_adapter(name).endswith(entry)]
-        inside = [
-            name
-            for name in base.targets
-            if any(name == root or name.startswith(f"{root}.") for root in roots if root)
-        ]
+    if not config.modules_to_save:
+        return found
+    # By the end of the name's text, as PEFT does it, not by its dotted parts.
+    ends, below = TextEnds(config.modules_to_save), _below(base.targets)
+    roots: dict[str, list[str]] = {}
+    for name in base.modules:
+        for entry in ends.of(rule.to_adapter(name)):
+            roots.setdefault(entry, []).append(name)
+    for entry in dict.fromkeys(config.modules_to_save):
+        inside = [name for root in roots.get(entry, ()) for name in below.get(root, ())]
         found.update(dict.fromkeys(inside, entry))
-        if not roots:
+        if entry not in roots:
             unmatched.append(entry)
         elif not inside:
             text = f"modules_to_save keeps {entry!r}, which holds no linear, embedding or norm"
@@ -132,6 +136,18 @@ def _selected(
         # PEFT accepts these, and adds names of heads that the model may not have.
         saved.notes.append(f"modules_to_save entries that name no module: {listing(unmatched)}")
     return found
+
+
+def _below(targets: Iterable[str]) -> dict[str, list[str]]:
+    """Each module to the targets that it is, or that lie in it."""
+    below: dict[str, list[str]] = {}
+    for name in targets:
+        below.setdefault(name, []).append(name)
+        end = name.rfind(".")
+        while end > 0:
+            below.setdefault(name[:end], []).append(name)
+            end = name.rfind(".", 0, end)
+    return below
 
 
 def _check_whole(
@@ -150,7 +166,7 @@ def _check_whole(
         if target.refusal is not None:
             text = f"module {name!r} cannot take an adapter's own weights: {target.refusal}"
             saved.findings.append(unsupported(text, "train the adapter without this module"))
-        _check_shapes(saved, base, name, tensors, headers)
+        _check_shapes(saved, target, tensors, headers)
 
 
 def _check_copies(saved: SavedParts, base: BaseFacts, headers: Mapping[str, TensorHeader]) -> None:
@@ -158,17 +174,16 @@ def _check_copies(saved: SavedParts, base: BaseFacts, headers: Mapping[str, Tens
         if "weight" not in tensors:
             text = f"the file has a copy of the bias of {name!r} but not of its weight"
             saved.findings.append(damaged(text, "the file is incomplete: save it again"))
-        _check_shapes(saved, base, name, tensors, headers)
+        _check_shapes(saved, base.targets[name], tensors, headers)
 
 
 def _check_shapes(
     saved: SavedParts,
-    base: BaseFacts,
-    name: str,
+    target: Target,
     tensors: Mapping[str, str],
     headers: Mapping[str, TensorHeader],
 ) -> None:
-    target = base.targets[name]
+    name = target.name
     shapes: dict[str, tuple[int, ...]]
     if isinstance(target, TargetEmbedding):
         shapes = {"weight": (target.num_embeddings, target.embedding_dim)}
@@ -220,8 +235,9 @@ def _check_tokens(
     if base.tied_head and base.output_embedding and base.input_embedding in rows:
         # PEFT writes the rows a second time, under the name of the head.
         rows.setdefault(base.output_embedding, rows[base.input_embedding])
+    tables = {**base.embeddings, **base.layers}
     for name, found in saved.tokens.items():
-        target = {**base.embeddings, **base.layers}.get(name)
+        target = tables.get(name)
         if name not in rows or target is None:
             text = f"rows of tokens that the config does not name: {listing([found.tensor])}"
             saved.findings.append(mismatch(text))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..core.errors import AdapterError
+from .base import BaseFacts
 from .findings import Finding, damaged, listing, mismatch, unsupported
 from .tensor_file import TensorHeader
 from .tuners.base import Module, Shape, TunerType
@@ -13,6 +14,25 @@ from .tuners.config import TunerConfig
 
 # safetensors' names of the dtypes that a branch can be computed in.
 SERVED_DTYPES = frozenset({"F32", "F16", "BF16"})
+
+
+# A module of the widest type has six, and may have weights and rows of its own beside them.
+_MOST_OF_A_MODULE = 16
+_MOST_SHARED = 64
+_LONGEST_NAME = 1024
+
+
+def check_sizes(headers: Sequence[TensorHeader], base: BaseFacts) -> list[Finding]:
+    """What is beyond any adapter for this model, so that nothing else is worth a look."""
+    most = _MOST_SHARED + _MOST_OF_A_MODULE * len(base.modules)
+    if len(headers) > most:
+        text = f"the file holds {len(headers):,} tensors, but an adapter for this model at most "
+        return [mismatch(f"{text}{most:,} ({len(base.modules):,} modules)")]
+    long = [header.name for header in headers if len(header.name) > _LONGEST_NAME]
+    if long:
+        text = f"names of tensors with more than {_LONGEST_NAME:,} characters, which no module has"
+        return [damaged(f"{text}: {listing(name[:80] for name in long)}")]
+    return []
 
 
 def check_dtypes(headers: Iterable[TensorHeader], findings: list[Finding]) -> None:

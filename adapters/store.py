@@ -63,6 +63,7 @@ class VersionStore:
         self._by_digest: dict[str, Version] = {}
         # The places of a large model are many; adapters of one shape share what is said of them.
         self._footprints: WeakValueDictionary[tuple[object, ...], Footprint] = WeakValueDictionary()
+        self._briefly_held: set[Version] = set()
         self._tick = 0
         self.closed = False
 
@@ -240,10 +241,29 @@ class VersionStore:
         elif self.host.is_over:
             self.host.trim()
 
+    def hold_briefly(self, version: Version) -> None:
+        """Keep a version for no batch until `let_go`; called under the lock.
+
+        Whoever holds one so waits for no slot.
+        """
+        version.batches += 1
+        version.brief_holds += 1
+        self._briefly_held.add(version)
+
+    def let_go(self, version: Version) -> None:
+        """End a brief hold; a batch may wait for the slot."""
+        with self.changed:
+            version.brief_holds -= 1
+            if not version.brief_holds:
+                self._briefly_held.discard(version)
+            self.release([version])
+            self.changed.notify_all()
+
     def bring_to_memory(self, version: Version) -> None:
         """Read a version that a batch holds from its source, where it is in no memory.
 
         Raises:
+            AdapterSourceError: it cannot be read at the moment; the next batch tries again.
             AdapterBrokenError: it cannot come back; every later batch is told so at once.
         """
         with self.changed:
@@ -287,8 +307,8 @@ class VersionStore:
                 try:
                     moves = self._reserve(versions)
                 except AdapterCapacityError:
-                    # A slot that is being written may be idle a moment later.
-                    if not self.device.writing:
+                    # A slot that is being written, or held by no batch, is idle a moment later.
+                    if not self.device.writing and not self._hold_ends(versions):
                         raise
                     self.changed.wait()
         if moves:
@@ -302,6 +322,14 @@ class VersionStore:
             if version.slot is not None and version.batches == 1 and version.weights is not None
         ]
         return self.device.reserve(missing, movable) if missing else []
+
+    def _hold_ends(self, versions: Sequence[Version]) -> bool:
+        """Whether a slot is kept from a batch of `versions` by a brief hold alone."""
+        return any(
+            version.slot is not None
+            and version.batches - version.brief_holds == (version in versions)
+            for version in self._briefly_held
+        )
 
     def place_if_free(self, version: Version) -> None:
         """Give a version a slot, where one is free; it is held, and in memory."""

@@ -11,9 +11,10 @@ import json
 import math
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import lru_cache
 from io import BufferedReader
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +26,10 @@ from ..core.errors import AdapterFormatError
 
 # The library's own limit; a longer header is an attack or damage.
 _LONGEST_HEADER = 100_000_000
+# Longer ones are read anew for every file.
+_LONGEST_KEPT = 2**20
+# Of one call of the system.
+_MOST_BUFFERS = 1024
 
 _BITS: Mapping[str, int] = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 8),
@@ -61,6 +66,25 @@ class TensorHeader:
 class _Span:
     begin: int
     end: int
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What a header says; files of one shape share it.
+
+    Args:
+        headers: by the name of the tensor, in the order of the header.
+        spans: by the name, within the data.
+        size: of the data.
+    """
+
+    headers: Mapping[str, TensorHeader]
+    spans: Mapping[str, _Span]
+    size: int
+
+
+class _BadHeaderError(Exception):
+    """What is wrong with a header."""
 
 
 def open_regular(path: Path, subject: str) -> BufferedReader:
@@ -111,6 +135,7 @@ class TensorFile:
 
     Attributes:
         nbytes: size of the file.
+        header: its bytes; equal ones say the same of all tensors.
 
     Raises:
         AdapterFormatError: on entry, if it cannot be read or is no well-formed safetensors file.
@@ -122,8 +147,10 @@ class TensorFile:
         with ExitStack() as stack:
             self._file = stack.enter_context(open_regular(path, subject))
             self.nbytes = size = os.fstat(self._file.fileno()).st_size
-            self._data_begin, entries = self._read_header(size)
-            self._headers, self._spans = self._layout(entries, size - self._data_begin)
+            self.header = self._read_header(size)
+            self._data_begin = 8 + len(self.header)
+            layout = self._checked_layout(size - self._data_begin)
+            self._headers, self._spans = layout.headers, layout.spans
             stack.pop_all()  # well-formed: `__exit__` closes it
 
     def __enter__(self) -> TensorFile:
@@ -142,21 +169,52 @@ class TensorFile:
         """Name, dtype and shape of every tensor, in the order of the header."""
         return list(self._headers.values())
 
-    def read(self, name: str) -> torch.Tensor:
-        """Read one float32, float16 or bfloat16 tensor; it owns its memory.
+    def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Read float32, float16 or bfloat16 tensors, by their names; each owns its memory.
+
+        Those that lie one after the other are read in one call of the system.
 
         Raises:
-            AdapterFormatError: the file has become shorter since it was opened.
+            AdapterFormatError: the file has become shorter since it was opened, or cannot be read.
         """
-        header, span = self._headers[name], self._spans[name]
-        if span.end == span.begin:
-            return torch.empty(header.shape, dtype=_DTYPES[header.dtype])
-        buffer = bytearray(span.end - span.begin)
-        self._file.seek(self._data_begin + span.begin)
-        read_exactly(self._file, buffer, f"tensor {name!r}", self._subject)
-        return torch.frombuffer(buffer, dtype=_DTYPES[header.dtype]).reshape(header.shape)
+        found: dict[str, torch.Tensor] = {}
+        run: list[str] = []
+        for name in sorted(set(names), key=lambda name: self._spans[name].begin):
+            apart = run and self._spans[run[-1]].end != self._spans[name].begin
+            if apart or len(run) == _MOST_BUFFERS:
+                found |= self._read_run(run)
+                run = []
+            run.append(name)
+        return found | self._read_run(run)
 
-    def _read_header(self, size: int) -> tuple[int, dict[str, Any]]:
+    def _read_run(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Read tensors that lie one after the other."""
+        if not names:
+            return {}
+        spans = [self._spans[name] for name in names]
+        buffers = [bytearray(span.end - span.begin) for span in spans]
+        try:
+            count = os.preadv(self._file.fileno(), buffers, self._data_begin + spans[0].begin)
+        except OSError as error:
+            reason = f"{self._name} cannot be read ({error})"
+            raise AdapterFormatError(self._subject, reason, "copy the adapter again") from error
+        if count != spans[-1].end - spans[0].begin:
+            # The system hands out 2 GiB at most at a time.
+            for name, span, buffer in zip(names, spans, buffers, strict=True):
+                self._file.seek(self._data_begin + span.begin)
+                read_exactly(self._file, buffer, f"tensor {name!r}", self._subject)
+        return {
+            name: self._tensor(self._headers[name], buffer)
+            for name, buffer in zip(names, buffers, strict=True)
+        }
+
+    def _tensor(self, header: TensorHeader, buffer: bytearray) -> torch.Tensor:
+        dtype = _DTYPES[header.dtype]
+        if not buffer:
+            return torch.empty(header.shape, dtype=dtype)
+        return torch.frombuffer(buffer, dtype=dtype).reshape(header.shape)
+
+    def _read_header(self, size: int) -> bytes:
         if size < 8:
             raise self._bad("is empty" if size == 0 else f"is truncated: {size} bytes")
         prefix = bytearray(8)
@@ -168,45 +226,19 @@ class TensorFile:
             )
         text = bytearray(length)
         read_exactly(self._file, text, self._name, self._subject)
-        try:
-            entries = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
-        except (ValueError, RecursionError) as error:
-            raise self._bad(f"has a broken header ({error})") from error
-        if not isinstance(entries, dict):
-            raise self._bad("has a header that is no JSON object")
-        entries.pop("__metadata__", None)
-        return 8 + length, entries
+        return bytes(text)
 
-    def _layout(
-        self, entries: Mapping[str, Any], size: int
-    ) -> tuple[dict[str, TensorHeader], dict[str, _Span]]:
-        headers, spans = {}, {}
-        for name, entry in entries.items():
-            headers[name], spans[name] = self._entry(name, entry)
-        # Every byte of the data belongs to exactly one tensor.
-        position = 0
-        for name, span in sorted(spans.items(), key=lambda item: (item[1].begin, item[1].end)):
-            if span.begin != position:
-                raise self._bad(f"has a gap or an overlap before tensor {name!r}")
-            position = span.end
-        if position != size:
-            state = "is truncated" if position > size else "is longer than its tensors"
-            raise self._bad(f"{state}: {size} bytes of data, {position} in the header")
-        return headers, spans
-
-    def _entry(self, name: str, entry: Any) -> tuple[TensorHeader, _Span]:
+    def _checked_layout(self, size: int) -> _Layout:
+        # Adapters of one shape have one header; an endless one would fill the memory.
+        find = _known_layout if len(self.header) <= _LONGEST_KEPT else _find_layout
         try:
-            dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise self._bad(f"has a broken header entry for {name!r}") from error
-        sizes = [*shape, begin, end] if isinstance(shape, list) else [None]
-        if not all(type(number) is int and number >= 0 for number in sizes):
-            raise self._bad(f"has a broken header entry for {name!r}")
-        if not isinstance(dtype, str) or dtype not in _BITS:
-            raise self._bad(f"has tensor {name!r} of the unknown dtype {dtype!r}")
-        if math.prod(shape) * _BITS[dtype] != (end - begin) * 8:
-            raise self._bad(f"has tensor {name!r} whose shape and bytes do not agree")
-        return TensorHeader(name, dtype, tuple(shape)), _Span(begin, end)
+            layout = find(self.header)
+        except _BadHeaderError as error:
+            raise self._bad(str(error)) from error.__cause__
+        if layout.size != size:
+            state = "is truncated" if layout.size > size else "is longer than its tensors"
+            raise self._bad(f"{state}: {size} bytes of data, {layout.size} in the header")
+        return layout
 
     def _bad(self, state: str) -> AdapterFormatError:
         return AdapterFormatError(
@@ -219,3 +251,46 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) != len(pairs):
         raise ValueError("a name occurs twice")
     return result
+
+
+def _find_layout(header: bytes) -> _Layout:
+    """What a header says.
+
+    Raises:
+        _BadHeaderError: it is no well-formed one.
+    """
+    try:
+        entries = json.loads(header.decode("utf-8"), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise _BadHeaderError(f"has a broken header ({error})") from error
+    if not isinstance(entries, dict):
+        raise _BadHeaderError("has a header that is no JSON object")
+    entries.pop("__metadata__", None)
+    headers, spans = {}, {}
+    for name, entry in entries.items():
+        headers[name], spans[name] = _entry(name, entry)
+    # Every byte of the data belongs to exactly one tensor.
+    position = 0
+    for name, span in sorted(spans.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if span.begin != position:
+            raise _BadHeaderError(f"has a gap or an overlap before tensor {name!r}")
+        position = span.end
+    return _Layout(headers, spans, position)
+
+
+_known_layout = lru_cache(maxsize=64)(_find_layout)
+
+
+def _entry(name: str, entry: Any) -> tuple[TensorHeader, _Span]:
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise _BadHeaderError(f"has a broken header entry for {name!r}") from error
+    sizes = [*shape, begin, end] if isinstance(shape, list) else [None]
+    if not all(type(number) is int and number >= 0 for number in sizes):
+        raise _BadHeaderError(f"has a broken header entry for {name!r}")
+    if not isinstance(dtype, str) or dtype not in _BITS:
+        raise _BadHeaderError(f"has tensor {name!r} of the unknown dtype {dtype!r}")
+    if math.prod(shape) * _BITS[dtype] != (end - begin) * 8:
+        raise _BadHeaderError(f"has tensor {name!r} whose shape and bytes do not agree")
+    return TensorHeader(name, dtype, tuple(shape)), _Span(begin, end)

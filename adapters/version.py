@@ -17,7 +17,7 @@ from .weights import AdapterWeights
 _identities = itertools.count(1)
 
 
-class State(StrEnum):
+class AdapterState(StrEnum):
     """Where an adapter stands in its life.
 
     `registered`: only its source is known.  `loading`: being read.  `ready`: rows may name it.
@@ -47,7 +47,7 @@ class AdapterInfo:
 
     Attributes:
         name: what rows call it.
-        digest: SHA-256 of what it computes; its identity (I9).  Empty while its source has not
+        digest: BLAKE3 of what it computes; its identity (I9).  Empty while its source has not
             been read, and so are `rank`, `modules`, `nbytes` and `notes`.
         source: where it came from.
         rank: the highest of any layer.
@@ -77,7 +77,7 @@ class AdapterInfo:
     slot: int | None
     batches: int
     notes: tuple[str, ...]
-    state: State = State.READY
+    state: AdapterState = AdapterState.READY
     tier: Tier = Tier.DISK
     hits: int = 0
     last_use: float | None = None
@@ -138,7 +138,8 @@ class Version:
         last_alias: the one that ceased to last, if any has.
         weights: its copy in host memory, if there is one.
         slot: its slot, if it has one.
-        batches: how many batches in flight use it.
+        batches: how many batches in flight use it; a prefetch and a pin that are at it count too.
+        brief_holds: how many of these are no batches, and end by themselves.
         hits, tick, last_use: how often and when it was used; see `Usage` and `AdapterInfo`.
         priority: the highest of its names.
         pinned: one of its names is.
@@ -166,6 +167,7 @@ class Version:
         self.weights: AdapterWeights | None = weights
         self.slot: int | None = None
         self.batches = 0
+        self.brief_holds = 0
         self.hits = 0
         self.tick = 0
         self.last_use: float | None = None
@@ -185,15 +187,15 @@ class Version:
         return Tier.DISK if self.weights is None else Tier.HOST
 
     @property
-    def state(self) -> State:
+    def state(self) -> AdapterState:
         """Where it stands in its life."""
         if self.gone:
-            return State.GONE
+            return AdapterState.GONE
         if self.drains:
-            return State.DRAINING
+            return AdapterState.DRAINING
         if self.error is not None:
-            return State.BROKEN
-        return State.LOADING if self.loading else State.READY
+            return AdapterState.BROKEN
+        return AdapterState.LOADING if self.loading else AdapterState.READY
 
     @property
     def label(self) -> str:
@@ -260,10 +262,10 @@ class Alias:
         """Its line of the listing."""
         if self.version is not None:
             return self.version.info(self)
-        state = State.LOADING if self.loading else State.REGISTERED
+        state = AdapterState.LOADING if self.loading else AdapterState.REGISTERED
         return AdapterInfo(
             self.name, "", self.origin, 0, 0, 0, None, 0, (),
-            state=state if self.error is None else State.BROKEN,
+            state=state if self.error is None else AdapterState.BROKEN,
             priority=self.priority,
             pinned=self.pinned,
             reason="" if self.error is None else str(self.error),

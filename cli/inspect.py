@@ -1,4 +1,4 @@
-"""`branchline inspect`: what a folder is, without loading any weights of a model."""
+"""`branchline inspect`: what a folder or a source is, without loading any weights of a model."""
 
 from __future__ import annotations
 
@@ -12,22 +12,29 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from ..adapters.contents import ModuleContent
 from ..adapters.describe import AdapterSummary
 from ..linear.checkpoint.describe import QuantSummary
-from ..serving.inspect import (
-    AdapterReport,
-    FitReport,
-    LinearSummary,
-    ModelReport,
-    inspect_folder,
-)
+from ..serving.config import WrapConfig
+from ..serving.inspect import inspect_source
+from ..serving.inspect_report import AdapterFileReport, FitReport, LinearSummary, ModelReport
+from .options import help_of
 from .output import console, note, print_json, results_only_on_stdout
 from .session import JsonOption
 
 _Item = TypeVar("_Item")
 
-FolderArgument = Annotated[
-    Path, typer.Argument(metavar="MODEL|ADAPTER", help="Folder of a checkpoint or an adapter.")
+
+def _help(field: str) -> str:
+    return help_of(WrapConfig.model_fields[field])
+
+
+SourceArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL|ADAPTER",
+        help="Folder of a checkpoint; or an adapter: a folder, archive or URL, as --adapter takes.",
+    ),
 ]
 OnOption = Annotated[
     Path | None,
@@ -37,13 +44,25 @@ RankOption = Annotated[
     int | None,
     typer.Option(min=1, max=1024, help="With --on: highest LoRA rank that fits a slot."),
 ]
+MismatchOption = Annotated[
+    bool, typer.Option("--allow-base-mismatch", help=f"With --on: {_help('allow_base_mismatch')}")
+]
+RootsOption = Annotated[
+    list[str] | None, typer.Option("--allowed-roots", help=_help("allowed_roots"))
+]
+BytesOption = Annotated[
+    int | None, typer.Option("--max-adapter-bytes", min=1, help=_help("max_adapter_bytes"))
+]
 
 
 def inspect(
-    folder: FolderArgument,
+    source: SourceArgument,
     *,
     on: OnOption = None,
     max_lora_rank: RankOption = None,
+    allow_base_mismatch: MismatchOption = False,
+    allowed_roots: RootsOption = None,
+    max_adapter_bytes: BytesOption = None,
     json: JsonOption = False,
 ) -> None:
     """Show what a folder is: how a model is quantised, or what an adapter holds and costs.
@@ -51,10 +70,21 @@ def inspect(
     Reads metadata, headers and adapters, no weights of a model.  Exit code 1 where the folder
     contradicts itself, or the adapter does not fit.
     """
-    if max_lora_rank is not None and on is None:
-        raise typer.BadParameter("it goes with --on", param_hint="--max-lora-rank")
+    for flag, given in (
+        ("--max-lora-rank", max_lora_rank is not None),
+        ("--allow-base-mismatch", allow_base_mismatch),
+    ):
+        if given and on is None:
+            raise typer.BadParameter("it goes with --on", param_hint=flag)
+    settings = {
+        "max_lora_rank": max_lora_rank,
+        "allow_base_mismatch": allow_base_mismatch or None,
+        "allowed_roots": allowed_roots or None,
+        "max_adapter_bytes": max_adapter_bytes,
+    }
+    typed = {name: value for name, value in settings.items() if value is not None}
     with results_only_on_stdout():
-        report = inspect_folder(folder, on=on, max_lora_rank=max_lora_rank)
+        report = inspect_source(source, on=on, **typed)
     if json:
         print_json(report.model_dump_json(indent=2))
     elif isinstance(report, ModelReport):
@@ -62,7 +92,8 @@ def inspect(
     else:
         _print_adapter(report, console())
     if report.problem is not None:
-        note(f"error: {folder} cannot be loaded{'' if on is None else f' on {on}'}")
+        said = report.folder if isinstance(report, ModelReport) else report.source
+        note(f"error: {said} cannot be loaded{'' if on is None else f' on {on}'}")
         raise typer.Exit(1)
 
 
@@ -112,7 +143,7 @@ def _print_linears(linears: Iterable[LinearSummary], out: Console) -> None:
 # --- adapters ----------------------------------------------------------------------------------
 
 
-def _print_adapter(report: AdapterReport, out: Console) -> None:
+def _print_adapter(report: AdapterFileReport, out: Console) -> None:
     summary = report.adapter
     _line(
         out,
@@ -121,7 +152,8 @@ def _print_adapter(report: AdapterReport, out: Console) -> None:
     )
     _line(out, f"base model {summary.base_model or '(not named)'}, task {summary.task or '(none)'}")
     _print_config(summary, out)
-    _print_layers(summary, out)
+    on_model = () if report.on is None else report.on.modules
+    _print_modules(on_model or summary.modules, out)
     digest = summary.digest if report.on is None else report.on.digest
     if digest is not None:
         _line(out, f"digest {digest}")
@@ -138,17 +170,22 @@ def _print_config(summary: AdapterSummary, out: Console) -> None:
     _line(out, ", ".join([*known, f"targets {targets}"]))
 
 
-def _print_layers(summary: AdapterSummary, out: Console) -> None:
-    if not summary.layers:
-        _listing("modules that its tensors are of", _grouped(summary.modules), out)
-        return
-    table = Table("linears", _right("rank"), _right("scaling"), _right("N x K"), box=None)
-    kind = attrgetter("rank", "scaling", "shape")
-    for name, alike in _alike(summary.layers, attrgetter("name"), kind):
+def _print_modules(modules: Iterable[ModuleContent], out: Console) -> None:
+    columns = ("modules", "parts", _right("rank"), _right("scaling"), _right("shape"), "reads raw")
+    table = Table(*columns, box=None)
+    kind = attrgetter("kind", "parts", "rank", "scaling", "shape", "reads_raw")
+    for name, alike in _alike(modules, attrgetter("name"), kind):
         first = alike[0]
-        size = " x ".join(map(str, first.shape))
-        table.add_row(Text(name), str(first.rank), f"{first.scaling:g}", size)
-    out.print(table)
+        table.add_row(
+            Text(name),
+            Text(", ".join(first.parts)),
+            "" if first.rank is None else str(first.rank),
+            "" if first.scaling is None else f"{first.scaling:g}",
+            "" if first.shape is None else " x ".join(map(str, first.shape)),
+            {True: "yes", False: "no", None: "?"}[first.reads_raw],
+        )
+    if table.row_count:
+        out.print(table)
 
 
 def _print_fit(fit: FitReport, out: Console) -> None:

@@ -66,7 +66,7 @@ def _flag(name: str, field: FieldInfo, panel: str) -> inspect.Parameter:
     flag = flag_name(name)
     # What is off anyway needs no second flag to switch it off.
     declaration = f"{flag}/{flag_name('no_' + name)}" if field.default is True else flag
-    option = typer.Option(declaration, help=_help(field), rich_help_panel=panel)
+    option = typer.Option(declaration, help=help_of(field), rich_help_panel=panel)
     return inspect.Parameter(
         name,
         # In any order, required ones behind those with a default too.
@@ -96,7 +96,8 @@ def _default(field: FieldInfo) -> Any:
     return list(default) if isinstance(default, _SEQUENCES) else default
 
 
-def _help(field: FieldInfo) -> str:
+def help_of(field: FieldInfo) -> str:
+    """The description of a field, with its bounds."""
     limits = [
         f"{sign} {getattr(constraint, attribute):g}"
         for constraint in field.metadata

@@ -20,7 +20,7 @@ import torch
 
 from .errors import ConfigError
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 ISA_VARIABLE = "BRANCHLINE_NATIVE_ISA"
 _ISAS = ("scalar", "avx2", "avx512")
 
@@ -240,12 +240,24 @@ def low_rank_call(
     )
 
 
+class Magnitude(ctypes.Structure):
+    """struct bl_magnitude."""
+
+    _fields_ = (
+        ("values", _PTR),
+        ("bytes", _I64),
+        ("count", _I64),
+        ("largest", _I64),
+    )
+
+
 _OUTPUT = ctypes.POINTER(Output)
 _SIGNATURES: dict[str, tuple[list[Any], Any]] = {
     "bl_activation": ([ctypes.POINTER(ActivationSource), _OUTPUT, _I64, _I64, _INT], _INT),
     "bl_norm": ([ctypes.POINTER(NormSource), _OUTPUT, _I64, _I64, _INT], _INT),
     "bl_matmul": ([ctypes.POINTER(Matmul), _I64, _INT], _INT),
     "bl_low_rank": ([ctypes.c_char_p, _I64, _I64, _INT], _INT),
+    "bl_magnitudes": ([_PTR, _I64], None),
     "bl_fp8_decode": ([_PTR, _I64, _PTR, _I64, _I64, _I64, _INT], None),
 }
 

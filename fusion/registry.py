@@ -110,7 +110,9 @@ class ProducerRegistry:
         known = {p.name for entry in tuple(self._entries.values()) for p in entry}
         if force and (candidates or force not in known):
             why = "; ".join(f"{r.name}: {r.reason}" for r in rejected) or f"{what} is registered"
-            raise KernelUnavailableError(f"producer {force!r}", why, "drop the forced choice")
+            raise KernelUnavailableError(
+                f"producer {force!r}", why, "wrap without producer= (command line: --producer)"
+            )
         reason = f"{what} runs here" if candidates else f"{what} is registered"
         return Selection(None, tuple(rejected), reason)
 

@@ -20,6 +20,7 @@ from ..linear import ops
 from ..linear.batch import Batch, BatchPlan
 from ..linear.contract import InputContract
 from ..linear.hooks import hook_names
+from ..linear.kernels.base import LinearKernel
 from ..linear.kernels.native_fp8 import group_siblings
 from ..linear.module_place import ModulePlace
 from ..linear.outputs import RawRequest
@@ -131,6 +132,7 @@ class Site(nn.Module):
         # Tuples, so that the model's modules do not become children of this one.
         self.layers = layers
         self._observed = tuple(observed.items())
+        self._grouped: list[LinearKernel] = []
         #: The norm that it is computed in the place of, where that takes adapters.
         self.maker: ModulePlace | None = None
         self.handle = ops.register(self)
@@ -142,7 +144,10 @@ class Site(nn.Module):
 
     def group_kernels(self) -> None:
         """Let consumers that take the same codes be multiplied in one call, their branches too."""
-        group_siblings([layer.kernel for layer in self.layers])
+        kernels = [layer.kernel for layer in self.layers]
+        if kernels != self._grouped:
+            group_siblings(kernels)
+            self._grouped = kernels
 
     def common_key(self) -> QuantKey | None:
         """The key that all consumers take; None where they take no codes, or not the same."""

@@ -13,6 +13,7 @@ BL_EXPORT bl_norm_fn bl_norm;
 BL_EXPORT bl_fp8_decode_fn bl_fp8_decode;
 BL_EXPORT bl_matmul_fn bl_matmul;
 BL_EXPORT bl_low_rank_fn bl_low_rank;
+BL_EXPORT bl_magnitudes_fn bl_magnitudes;
 
 static const struct bl_kernels *chosen = &bl_kernels_scalar;
 
@@ -78,4 +79,9 @@ int bl_matmul(const struct bl_matmul *specs, int64_t count, int threads)
 int bl_low_rank(const struct bl_low_rank_call *calls, int64_t number, int64_t count, int threads)
 {
     return chosen->low_rank(calls, number, count, threads);
+}
+
+void bl_magnitudes(struct bl_magnitude *tensors, int64_t count)
+{
+    chosen->magnitudes(tensors, count);
 }

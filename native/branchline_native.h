@@ -11,7 +11,7 @@
 
 #include <stdint.h>
 
-#define BL_ABI_VERSION 8
+#define BL_ABI_VERSION 9
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define BL_X86 1
@@ -167,12 +167,21 @@ struct bl_low_rank_call {
 typedef int bl_low_rank_fn(const struct bl_low_rank_call *calls, int64_t number, int64_t count,
                            int threads);
 
+/* A contiguous tensor of `count` numbers of 2 or 4 bytes. */
+struct bl_magnitude {
+    const void *values;
+    int64_t bytes, count;
+    int64_t largest; /* written: the bits of its largest magnitude, 0 of none */
+};
+typedef void bl_magnitudes_fn(struct bl_magnitude *tensors, int64_t count);
+
 struct bl_kernels {
     bl_activation_fn *activation;
     bl_norm_fn *norm;
     bl_fp8_decode_fn *fp8_decode;
     bl_matmul_fn *matmul;
     bl_low_rank_fn *low_rank;
+    bl_magnitudes_fn *magnitudes;
 };
 
 extern const struct bl_kernels bl_kernels_scalar;

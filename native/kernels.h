@@ -41,5 +41,7 @@ enum { STEP = 2 * LANES, TAIL = 2 * STEP };
 #include "activation.h"
 #include "norm.h"
 #include "matmul.h"
+#include "magnitude.h"
 
-const struct bl_kernels BL_KERNELS = {activation, norm, fp8_decode, matmul, low_rank};
+const struct bl_kernels BL_KERNELS = {activation, norm, fp8_decode, matmul, low_rank,
+                                      magnitudes};

@@ -3,14 +3,14 @@
 from .audit import AuditReport, audit
 from .plan import Plan, SitePlan
 from .planner import Planner
-from .policy import Choice, Policy, SiteState, make_policy
+from .policy import Policy, RouteChoice, SiteState, make_policy
 
 __all__ = [
     "AuditReport",
-    "Choice",
     "Plan",
     "Planner",
     "Policy",
+    "RouteChoice",
     "SitePlan",
     "SiteState",
     "audit",

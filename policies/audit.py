@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 
 from ..adapters.branch import LayerBranch
@@ -15,6 +14,7 @@ from ..adapters.low_rank import LowRankSlots
 from ..adapters.manager import AdapterManager
 from ..adapters.version import AdapterInfo
 from ..core.errors import ConfigError
+from ..core.report import ReportPart
 from ..core.route import Route
 from ..fusion.discover import Unsited
 from ..fusion.site import Site
@@ -32,18 +32,14 @@ SCHEMA_VERSION = 3
 _MOST_PLANNED = 32
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
-
-class Rejected(_Part):
+class Rejected(ReportPart):
     """A producer that was passed over."""
 
     producer: str
     reason: str
 
 
-class RouteReport(_Part):
+class RouteReport(ReportPart):
     """One site's route for one adapter set."""
 
     adapters: tuple[str, ...]
@@ -56,7 +52,7 @@ class RouteReport(_Part):
     blame: tuple[str, ...]
 
 
-class SiteReport(_Part):
+class SiteReport(ReportPart):
     """One site: what it is, what is planned, and what ran."""
 
     site: str
@@ -72,7 +68,7 @@ class SiteReport(_Part):
     fallbacks: dict[str, int]
 
 
-class AdapterReport(_Part):
+class AdapterReport(ReportPart):
     """One adapter and what it costs under the policy."""
 
     name: str
@@ -88,21 +84,21 @@ class AdapterReport(_Part):
     tier: str
 
 
-class Excluded(_Part):
+class Excluded(ReportPart):
     """A linear that no site feeds, or that was not wrapped, and why."""
 
     name: str
     reason: str
 
 
-class PassedOver(_Part):
+class PassedOver(ReportPart):
     """A base matmul kernel that was preferred, and why it was not chosen."""
 
     kernel: str
     reason: str
 
 
-class KernelReport(_Part):
+class KernelReport(ReportPart):
     """A base matmul kernel, how many linears it serves, and why no other does.
 
     `weight_bytes` counts the weights of those linears in memory, scales included; `scales` says
@@ -118,7 +114,7 @@ class KernelReport(_Part):
     rejected: tuple[PassedOver, ...]
 
 
-class BranchReport(_Part):
+class BranchReport(ReportPart):
     """A kernel of adapters' low-rank products, how many linears it serves, and why no other does.
 
     `fallbacks` counts the calls that the eager definition computed in its place, by reason.
@@ -130,14 +126,14 @@ class BranchReport(_Part):
     fallbacks: dict[str, int]
 
 
-class CheckpointReport(_Part):
+class CheckpointReport(ReportPart):
     """How a quantised checkpoint was read: what was chosen from where, and what matched nothing."""
 
     decisions: tuple[str, ...]
     unmatched: tuple[str, ...]
 
 
-class AuditReport(_Part):
+class AuditReport(ReportPart):
     """What `ServedModel.audit()` returns; `str()` is the table, `model_dump_json()` the JSON.
 
     `loaded` counts all adapters that were read; where they are many, `adapters` lists those in

@@ -11,7 +11,7 @@ from ..core.route import Route
 from ..linear.registry import RawReader
 
 
-class Choice(NamedTuple):
+class RouteChoice(NamedTuple):
     """A policy's answer for one site."""
 
     route: Route
@@ -40,7 +40,7 @@ class Policy(ABC):
     name: ClassVar[str]
 
     @abstractmethod
-    def choose(self, state: SiteState) -> tuple[Choice, ...]:
+    def choose(self, state: SiteState) -> tuple[RouteChoice, ...]:
         """Routes in order of preference, each with its reason.
 
         The first one that a producer can serve is taken; where none can, the site is unfused.
@@ -53,14 +53,14 @@ class DynamicPolicy(Policy):
 
     name = "dynamic"
 
-    def choose(self, state: SiteState) -> tuple[Choice, ...]:
+    def choose(self, state: SiteState) -> tuple[RouteChoice, ...]:
         changers = [reader for reader in state.raw_readers if reader.changes_input]
         if changers:
             names = ", ".join(str(reader) for reader in changers)
-            return (Choice(Route.UNFUSED, f"changed before the linears by {names}"),)
+            return (RouteChoice(Route.UNFUSED, f"changed before the linears by {names}"),)
         if state.raw_readers:
-            return (Choice(Route.UNFUSED, f"read raw by {_named(state)}"),)
-        return (Choice(Route.FUSED, "no raw reader is live"),)
+            return (RouteChoice(Route.UNFUSED, f"read raw by {_named(state)}"),)
+        return (RouteChoice(Route.FUSED, "no raw reader is live"),)
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ class StaticPolicy(Policy):
 
     name = "static"
 
-    def choose(self, state: SiteState) -> tuple[Choice, ...]:
+    def choose(self, state: SiteState) -> tuple[RouteChoice, ...]:
         if state.may_carry_adapters:
-            return (Choice(Route.UNFUSED, "a consumer may carry an adapter (policy static)"),)
+            return (RouteChoice(Route.UNFUSED, "a consumer may carry an adapter (policy static)"),)
         return DynamicPolicy().choose(state)
 
 
@@ -81,14 +81,14 @@ class DualPolicy(Policy):
 
     name = "dual"
 
-    def choose(self, state: SiteState) -> tuple[Choice, ...]:
+    def choose(self, state: SiteState) -> tuple[RouteChoice, ...]:
         (unfused_or_fused,) = DynamicPolicy().choose(state)
         readers = state.raw_readers
         if not readers or any(r.kind != "branch" or r.changes_input for r in readers):
             # A hook reads what it finds in the place of a tensor: raw rows beside are not there.
             # What is changed before it is multiplied cannot be codes already.
             return (unfused_or_fused,)
-        return (Choice(Route.DUAL, f"raw rows for {_named(state)}"), unfused_or_fused)
+        return (RouteChoice(Route.DUAL, f"raw rows for {_named(state)}"), unfused_or_fused)
 
 
 @dataclass(frozen=True)
@@ -97,15 +97,18 @@ class AbsorbedPolicy(Policy):
 
     name = "absorbed"
 
-    def choose(self, state: SiteState) -> tuple[Choice, ...]:
+    def choose(self, state: SiteState) -> tuple[RouteChoice, ...]:
         others = [reader for reader in state.raw_readers if reader.shrink_rank is None]
         dual = DualPolicy().choose(state)
         if others or not state.raw_readers:
             if dual[0].route == Route.DUAL:
                 names = ", ".join(str(reader) for reader in others)
-                dual = (Choice(Route.DUAL, f"{dual[0].reason}; no LoRA shrink: {names}"), *dual[1:])
+                dual = (
+                    RouteChoice(Route.DUAL, f"{dual[0].reason}; no LoRA shrink: {names}"),
+                    *dual[1:],
+                )
             return dual
-        return (Choice(Route.ABSORBED, f"absorbs {_named(state)}"), *dual)
+        return (RouteChoice(Route.ABSORBED, f"absorbs {_named(state)}"), *dual)
 
 
 def _named(state: SiteState) -> str:

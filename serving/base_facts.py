@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 from peft import PeftModel
 from torch import nn
+from transformers import PreTrainedConfig
 from transformers.models.auto import modeling_auto
 from transformers.pytorch_utils import Conv1D
 
 from ..adapters.base import BaseFacts, TargetEmbedding, TargetLayer, TargetNorm
 from ..adapters.from_peft import plain_modules
+from ..adapters.identity import BaseIdentity, identifying_sizes
 from ..linear.weights import AnyLinear, linear_shape
 
 # PEFT's task types by the registry in which transformers lists the model's class.
@@ -43,7 +46,17 @@ def base_facts(model: nn.Module) -> BaseFacts:
         norms=_norms(modules),
         input_embedding=table,
         tied_head=_is_tied(modules.get(head or ""), modules.get(table or "")),
-        name_or_path=getattr(config, "_name_or_path", "") or "",
+        identity=_identity(config),
+    )
+
+
+def _identity(config: object) -> BaseIdentity:
+    if not isinstance(config, PreTrainedConfig):
+        return BaseIdentity()
+    return BaseIdentity(
+        name_or_path=config._name_or_path or "",
+        revision=getattr(config, "_commit_hash", None) or "",
+        sizes=MappingProxyType(identifying_sizes(config.to_dict())),
     )
 
 

@@ -118,6 +118,10 @@ class WrapConfig(Settings):
     max_adapter_bytes: Annotated[
         int, Field(ge=1, description="Most bytes that the files of one adapter may have.")
     ] = SourceLimits.max_adapter_bytes
+    allow_base_mismatch: Annotated[
+        bool,
+        Field(description="Load adapters that name another base model than this one, with a note."),
+    ] = False
     lora_dtype: Annotated[
         LoraDtype, Field(description="Dtype of the adapter slots; auto is the model's.")
     ] = LoraDtype.AUTO

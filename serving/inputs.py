@@ -28,7 +28,7 @@ def example_inputs(model: nn.Module) -> dict[str, torch.Tensor]:
         raise WrapError(
             f"model {type(model).__qualname__}",
             "takes no token ids that could be made up for the recorded forward",
-            "pass example={name: tensor of two rows} to branchline.wrap",
+            "pass example={name: tensor of two rows} to branchline.wrap (from Python only)",
         )
     count = _EXAMPLE_ROWS * _EXAMPLE_TOKENS
     ids = (torch.arange(count) * 7 + 3) % size

@@ -108,7 +108,7 @@ def _dtype_of(folder: Path, headers: dict[str, TensorHeader]) -> torch.dtype:
         raise CheckpointError(
             f"model {str(folder)!r}",
             f"its config names no dtype, and its weights have {some(counts) or 'none'}",
-            "pass dtype=, or add dtype to config.json",
+            "add dtype to config.json, or pass dtype= to branchline.load_model",
         )
     return next(iter(counts))
 

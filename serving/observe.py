@@ -10,11 +10,12 @@ import torch
 from transformers import PreTrainedModel
 
 from ..fusion.record import record, row_layouts
+from ..linear.branching import RowLayout
 from ..linear.calibration import Calibration, Observer, choose_ranges, count_magnitudes
 from ..linear.kernels.float import FloatLinear
 from ..linear.quantized_linear import QuantizedLinear
 from ..linear.registry import LayerRegistry
-from ..linear.routed import RoutedLinear, RowLayout
+from ..linear.routed import RoutedLinear
 from ..linear.weights import find_linears, replace_module
 from .inputs import example_inputs
 

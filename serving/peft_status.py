@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from typing import Protocol
+from typing import Any, Protocol
 
 from peft import PeftConfig
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
@@ -13,11 +13,15 @@ from peft.utils.peft_types import PeftType
 from torch import nn
 
 from ..adapters.manager import AdapterManager
+from ..adapters.tuners import TUNERS
 from ..adapters.version import AdapterInfo, Tier
-from ..core.errors import AdapterNotFoundError
+from ..core.errors import AdapterNotFoundError, AdapterUnsupportedError
 from ..linear.kernels.base import QuantizedKernel
 from ..linear.registry import LayerRegistry
 from ..linear.routed import RoutedLinear
+
+# What the classes of PEFT raise where a value is not one that they can work with.
+_REFUSALS = (TypeError, ValueError, AttributeError, LookupError, ImportError)
 
 
 class State(Protocol):
@@ -37,6 +41,8 @@ class State(Protocol):
 class PeftConfigs(Mapping[str, PeftConfig]):
     """PEFT's config of each adapter, made anew at each look: writing to one changes nothing.
 
+    A look raises `KeyError` for an unknown name, and else what `peft_config` does.
+
     Args:
         adapters: whose; those that no batch has used, and so nobody has read yet, are left out.
     """
@@ -49,15 +55,44 @@ class PeftConfigs(Mapping[str, PeftConfig]):
             raw = dict(self._adapters.config(name))
         except AdapterNotFoundError as error:
             raise KeyError(name) from error
-        kind = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(raw["peft_type"])]
-        known = {field.name for field in fields(kind) if field.init}
-        return kind(**{key: value for key, value in raw.items() if key in known})
+        return peft_config(name, raw)
 
     def __iter__(self) -> Iterator[str]:
         return (info.name for info in read_adapters(self._adapters))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+def peft_config(name: str, raw: Mapping[str, Any]) -> PeftConfig:
+    """An adapter's config as PEFT's class.
+
+    Keys that change nothing in what its tensors mean are left out, all of them, where the class
+    refuses one: nobody checked them.  A null is what an absent key is.
+
+    Args:
+        name: of the adapter.
+        raw: its decoded adapter_config.json, of an adapter that was loaded.
+
+    Raises:
+        AdapterUnsupportedError: PEFT's class refuses what the adapter is served by; PEFT could not
+            load it.
+    """
+    kind = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(raw["peft_type"])]
+    known = {field.name for field in fields(kind) if field.init}
+    given = {key: value for key, value in raw.items() if key in known and value is not None}
+    try:
+        return kind(**given)
+    except _REFUSALS:
+        served = TUNERS[raw["peft_type"]].keys.all_served
+    try:
+        return kind(**{key: value for key, value in given.items() if key in served})
+    except _REFUSALS as error:
+        raise AdapterUnsupportedError(
+            f"peft_config of adapter '{name}'",
+            f"PEFT's {kind.__name__} refuses the config that it is served by ({error})",
+            "read adapters.config(name) for the keys as the file has them",
+        ) from error
 
 
 def read_adapters(adapters: AdapterManager) -> list[AdapterInfo]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ from peft import PeftConfig
 from peft.peft_model import TunerLayerStatus, TunerModelStatus
 from torch import nn
 
+from ..adapters.disabled import disabled, is_disabled
 from ..adapters.manager import AdapterManager
 from ..adapters.ready import RowName
 from ..adapters.sources import AdapterSource, HubSource, LocalSource
@@ -30,8 +30,6 @@ from ..core.errors import (
 from ..linear.batch import BatchScope, active_batch
 from ..linear.registry import LayerRegistry
 from .peft_status import PeftConfigs, layer_status, model_status
-
-_DISABLED: ContextVar[frozenset[int]] = ContextVar("branchline_disabled", default=frozenset())
 
 # What PEFT offers that would change the base, or make a new adapter.
 _MERGE = (
@@ -200,15 +198,17 @@ class PeftSurface:
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
-        """Inside, the calls of this thread (or task) serve the base for all rows, named or not."""
+        """Inside, the calls of this thread (or task) serve the base for all rows, named or not.
+
+        That goes for calls of the wrapped model itself, too, and for `adapters.rows` blocks that
+        are open already or are opened inside; afterwards a block that is still open goes on.
+        """
         owner = self.registry.owner
-        before = _DISABLED.get()
-        _DISABLED.set(before | {owner})
-        try:
+        with ExitStack() as stack:
+            stack.enter_context(disabled(owner))
+            if active_batch(owner) is not None:
+                stack.enter_context(self._base_scope())
             yield
-        finally:
-            # Not `reset`: a generator may leave in another context than it entered.
-            _DISABLED.set(_DISABLED.get() - ({owner} - before))
 
     @property
     def active_adapter(self) -> str | None:
@@ -262,7 +262,7 @@ class PeftSurface:
         Raises:
             BatchError: rows that nobody can count would take the active adapter.
         """
-        if not self._choice.enabled or self.registry.owner in _DISABLED.get():
+        if not self._choice.enabled or is_disabled(self.registry.owner):
             if adapter_names is None or isinstance(adapter_names, str):
                 return self._base_scope()
             return self.adapters.rows_of_call([None] * len(adapter_names))
@@ -297,7 +297,7 @@ class PeftSurface:
             yield
 
     def _state(self) -> Choice:
-        off = self.registry.owner in _DISABLED.get()
+        off = is_disabled(self.registry.owner)
         return Choice(self.active_adapter, self._choice.enabled and not off)
 
     def _knows(self, name: str) -> bool:

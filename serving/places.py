@@ -12,8 +12,8 @@ from ..adapters.embedding import EmbeddingPlace, lookup_factor
 from ..adapters.norm import NormPlace
 from ..fusion.discover import Discovery
 from ..fusion.site import Site
+from ..linear.branching import RowLayout
 from ..linear.registry import LayerRegistry
-from ..linear.routed import RowLayout
 
 _NO_ROWS = "it is not called with one tensor in which the batch's rows lie apart"
 

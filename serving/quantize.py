@@ -190,18 +190,20 @@ class _Run:
             raise CalibrationError(
                 subject,
                 "needs input ranges, but no calibration was given",
-                "pass calibration=prompts, or a saved calibration",
+                "pass calibration=, prompts or a saved one (command line: --calibration FILE)",
             )
         if not needed and calibration is not None:
             raise ConfigError(
-                subject, "has no scales to calibrate", "drop the calibration, or use fp8-static"
+                subject,
+                "has no scales to calibrate",
+                "drop it, or use scheme='fp8-static' (command line: --scheme fp8-static)",
             )
         saved = isinstance(calibration, str | Path | Calibration)
         if "percentile" in self.config.model_fields_set and (saved or not needed):
             raise ConfigError(
                 f"percentile={self.config.percentile}",
                 "only counts where scales are calibrated from prompts",
-                "drop it, or calibrate again",
+                "drop it, or pass calibration=prompts (command line: a --calibration of prompts)",
             )
 
     def _check_ranges(self, ranges: Calibration) -> None:

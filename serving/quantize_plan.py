@@ -139,7 +139,8 @@ def _reasons(
             raise ConfigError(
                 "quantize_lm_head",
                 f"cannot quantise {name}: its weight is {tied.removesuffix(_WEIGHT)}'s too",
-                "drop it, or save the model with tie_word_embeddings=false first",
+                "leave quantize_lm_head out (command line: --quantize-lm-head), or save the model "
+                "with tie_word_embeddings=false first",
             )
         elif tied is not None:
             reasons[name] = f"its weight is {tied.removesuffix(_WEIGHT)}'s too"
@@ -170,11 +171,13 @@ def _check_groups(linears: Mapping[str, nn.Module], settings: QuantizeConfig) ->
     if not tails:
         return
     count = sum(map(len, tails.values()))
+    patterns = [kind.partition(" ")[0] for kind in tails]
     raise ConfigError(
         f"scheme {settings.scheme}",
         f"takes inputs in groups of {columns}; {count} of {len(linears)} linears have other "
         f"columns: {', '.join(tails)}",
-        "leave them out ("
-        + " ".join(f"--ignore '{kind.partition(' ')[0]}'" for kind in tails)
-        + ") or use fp8-dynamic; wrap(quant=...) serves them so, the last group cut short",
+        f"leave them out with ignore={patterns} (command line: "
+        + " ".join(f"--ignore '{pattern}'" for pattern in patterns)
+        + "), or use fp8-dynamic; wrap(quant=...) (command line: --quant) serves them so, the last "
+        "group cut short",
     )

@@ -5,19 +5,16 @@ from __future__ import annotations
 import math
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 from rich.table import Table
+
+from ..core.report import ReportPart
 
 SCHEMA_VERSION = 1
 _WORST = 10
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
-
-class LayerReport(_Part):
+class LayerReport(ReportPart):
     """One quantised linear.
 
     Attributes:
@@ -34,14 +31,14 @@ class LayerReport(_Part):
     saturated: float | None
 
 
-class LeftOut(_Part):
+class LeftOut(ReportPart):
     """A linear that stays unquantised."""
 
     name: str
     reason: str
 
 
-class QuantizationReport(_Part):
+class QuantizationReport(ReportPart):
     """What `quantization_report.json` holds.
 
     Attributes:

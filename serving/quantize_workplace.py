@@ -26,11 +26,11 @@ _VERSION = 1
 _PART = ".part"
 
 
-class _Part(BaseModel):
+class _Stored(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Origin(_Part):
+class Origin(_Stored):
     """What decides the bytes of the result; a run is continued only by one with the same.
 
     Attributes:
@@ -50,7 +50,7 @@ class Origin(_Part):
     calibration: str | None
 
 
-class Shard(_Part):
+class Shard(_Stored):
     """A finished file.
 
     Attributes:
@@ -64,7 +64,7 @@ class Shard(_Part):
     layers: tuple[LayerReport, ...]
 
 
-class _Observed(_Part):
+class _Observed(_Stored):
     input_amax: dict[str, float]
     percentile: float
     tokens: int
@@ -72,7 +72,7 @@ class _Observed(_Part):
     read_weights: tuple[str, ...]
 
 
-class _Manifest(_Part):
+class _Manifest(_Stored):
     version: int = _VERSION
     origin: Origin
     observed: _Observed | None = None

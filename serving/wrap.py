@@ -175,7 +175,10 @@ class _Wrapping:
                 "carries adapter layers that PEFT injected, but is no PeftModel",
                 "wrap the PeftModel, or delete the adapters first and load them by name",
             )
-        self.base = base_facts(model)
+        self.base = base_facts(model).with_base_rules(
+            allow_mismatch=self.config.allow_base_mismatch,
+            reads_folders=self.config.allowed_roots is None,
+        )
         if not isinstance(model, PeftModel):
             return model
         for name in model.peft_config:
@@ -253,7 +256,8 @@ class _Wrapping:
             raise CalibrationError(
                 self._quant,
                 "needs input scales, but no calibration was given",
-                "pass calibration=prompts (or a saved calibration), or use quant='fp8-dynamic'",
+                "wrap with calibration=prompts, or a saved one (command line: --calibration FILE), "
+                "or with quant='fp8-dynamic' (command line: --quant fp8-dynamic)",
             )
         if isinstance(calibration, str | Path):
             calibration = Calibration.load(calibration)
@@ -278,14 +282,15 @@ class _Wrapping:
             raise ConfigError(
                 subject,
                 "has no static scales to calibrate",
-                "drop the calibration, or use quant='fp8-static'",
+                "drop it, or use quant='fp8-static' (command line: --quant fp8-static)",
             )
         saved = isinstance(calibration, str | Path | Calibration)
         if "percentile" in self.config.model_fields_set and (saved or not static):
             raise ConfigError(
                 f"percentile={self.config.percentile}",
                 "only counts where scales are calibrated from prompts",
-                "drop it, or calibrate again with quant='fp8-static'",
+                "drop it, or wrap with quant='fp8-static' and prompts (command line: --quant "
+                "fp8-static, and no --calibration of saved scales)",
             )
 
     @property
@@ -353,7 +358,7 @@ class _Wrapping:
             raise KernelUnavailableError(
                 f"producer {forced!r}",
                 f"was forced, but no site can use it: {'; '.join(reasons)}",
-                "drop the forced choice",
+                "wrap without producer= (command line: --producer)",
             )
 
     def _lora_dtype(self) -> torch.dtype:

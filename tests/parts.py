@@ -164,7 +164,3 @@ def served(quant: str, dtype: torch.dtype = torch.float32, **settings) -> branch
     for name, weights in ADAPTERS.items():
         model.adapters.install(name, weights)
     return model
-
-
-def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))

@@ -11,13 +11,14 @@ import pytest
 import torch
 import typer.main
 from peft import LoraConfig, get_peft_model
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
+from branchline.adapters.describe import describe_adapter
 from branchline.adapters.tuners import TUNERS, UNSERVED
 from branchline.cli import app
 from branchline.core.errors import AdapterError
+from tests.helpers import make_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -141,27 +142,12 @@ def test_the_picture_stands_alone():
 # --- what is shown runs ------------------------------------------------------------------------
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    trained = Tokenizer(models.BPE())
-    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trained.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<|end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    trained.train_from_iterator(["the quick brown fox jumps over the lazy dog"] * 4, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=trained, eos_token="<|end|>", pad_token="<|end|>"
-    )
-
-
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny `model` and `adapters` for it, as the documents name them."""
     root = tmp_path_factory.mktemp("docs")
     tokenizer = make_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -207,6 +193,30 @@ def test_python_blocks_run(path, workplace, monkeypatch, capsys):
 def test_the_readme_shows_every_command():
     shown = {arguments[0] for arguments in commands()}
     assert shown == set(typer.main.get_command(app).commands)
+
+
+def test_the_readme_shows_what_inspect_prints(monkeypatch):
+    """As far as it takes no model."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("COLUMNS", raising=False)
+    (shown,) = [text for text in blocks(README, "text") if text.startswith("adapter LORA")]
+    done = CliRunner().invoke(app, ["inspect", "examples/adapters/json"])
+    assert done.exit_code == 0, done.output
+    printed = [line.rstrip() for line in done.stdout.splitlines()]
+    assert shown.splitlines()[: len(printed)] == printed
+    assert f"digest {describe_adapter(ROOT / 'examples/adapters/json').digest}" in printed
+
+
+def test_the_readme_s_audit_shows_the_adapters_that_are_there():
+    (shown,) = [text for text in blocks(README, "text") if text.startswith("policy ")]
+    row = re.compile(r"^(\w+) +LORA +(\d+) +(\d+) .* ([0-9a-f]{12})$", re.MULTILINE)
+    rows = row.findall(shown)
+    assert len(rows) == 2
+    for name, rank, modules, digest in rows:
+        adapter = describe_adapter(ROOT / "examples" / "adapters" / name)
+        assert adapter.digest is not None
+        assert adapter.digest.startswith(digest)
+        assert (adapter.rank, len(adapter.modules)) == (int(rank), int(modules))
 
 
 @pytest.mark.parametrize("arguments", commands(), ids=" ".join)

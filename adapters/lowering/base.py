@@ -9,7 +9,6 @@ from enum import Enum
 import torch
 
 from ...core.errors import AdapterFormatError, AdapterMismatchError, AdapterUnsupportedError
-from ..weights import LayerWeights
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -120,13 +119,6 @@ def checked(
                 "store it as float32, float16 or bfloat16",
             )
     return {name: tensors[name].detach() for name in expected}
-
-
-def effect_of(weights: LayerWeights) -> Effect:
-    """The effect of parts: never BYPASS or EDIT, which parts do not express."""
-    if weights.changes_input:
-        return Effect.INPUT
-    return Effect.RAW if weights.reads_raw else Effect.OUTPUT
 
 
 def product_serves(rank: int, base: BaseLinear) -> bool:

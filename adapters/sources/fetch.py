@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -44,8 +44,9 @@ def fetch(source: AdapterSource, limits: SourceLimits | None = None) -> Iterator
         check_sizes(source, limits)
         yield Path(source.path)
         return
-    with tempfile.TemporaryDirectory(prefix="branchline-") as made:
+    with ExitStack() as stack:
         with _readable(source):
+            made = stack.enter_context(tempfile.TemporaryDirectory(prefix="branchline-"))
             folder = _filled(source, Path(made), limits)
         yield folder
 

@@ -78,7 +78,7 @@ def outside(source: AdapterSource) -> AdapterSourceError:
     return AdapterSourceError(
         f"adapter {source.label!r}",
         "lies outside of the allowed roots",
-        "copy it there, or allow its root (allowed_roots)",
+        "copy it there, or allow its root with allowed_roots= (command line: --allowed-roots)",
     )
 
 
@@ -126,7 +126,8 @@ class Budget:
             raise AdapterSourceError(
                 f"adapter {self._source.label!r}",
                 f"has more than the {self._limit} bytes that max_adapter_bytes allows",
-                "raise max_adapter_bytes, if an adapter of this size is meant",
+                "if an adapter of this size is meant, raise max_adapter_bytes (command line: "
+                "--max-adapter-bytes)",
             )
 
     def copy(self, reader: BinaryIO, target: str | os.PathLike[str]) -> int:

@@ -318,7 +318,11 @@ class DeviceTier:
         modules = move.weights.modules
         with self._changing():
             branches = {name: self._branch(name) for name in modules}
-            self._empty(move.slot)
+            before = self._written[move.slot]
+            self._written[move.slot] = before | branches.keys()
+            # What is written below is overwritten whole.
+            for name in before - branches.keys():
+                self._branches[name].clear(move.slot)
             self._written[move.slot] = frozenset(branches)
             for name, parts in modules.items():
                 branches[name].write(move.slot, parts)

@@ -14,11 +14,11 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from peft.utils import PeftType
-from peft.utils.other import get_pattern_key
 
 from ..base import BaseFacts, BaseWeights, Target, TargetLayer
 from ..findings import Finding
 from ..lowering.base import BaseLinear, Effect
+from ..patterns import EndPatterns, TextEnds
 from ..tensor_file import TensorHeader
 from ..weights import AnyWeights
 from .config import ConfigKeys, TunerConfig
@@ -133,13 +133,10 @@ class TunerType(ABC, Generic[Config]):
         """What the sizes of a part are ("rank", "inputs", "outputs"); None: as a whole."""
         return None
 
-    def pattern_key(self, patterns: Iterable[str], alias: str) -> str:
-        """The entry of a config's pattern that counts for a module; its alias where none does."""
-        return get_pattern_key(list(patterns), alias)
-
     def patterned(self, patterns: Mapping[str, Any], default: Any, module: Module) -> Any:
-        """The value that a pattern gives a module."""
-        return patterns.get(self.pattern_key(patterns, module.alias), default)
+        """The value that a pattern gives a module; the patterns are those of a checked config."""
+        assert isinstance(patterns, EndPatterns)
+        return patterns.get(patterns.key_of(module.alias), default)
 
     def settings(self, config: Config, module: Module) -> Any:
         """The settings of one module, after the patterns; None where there are none."""
@@ -202,11 +199,15 @@ class TunerType(ABC, Generic[Config]):
             return {}
         if not isinstance(rows, dict):
             return {base.input_embedding or "embed_tokens": tuple(rows)}
+        # By the end of the name's text, as PEFT does it, not by its dotted parts.
+        ends = TextEnds(rows)
+        named: dict[str, list[str]] = {}
+        for alias, name in aliases.items():
+            for entry in ends.of(alias):
+                named.setdefault(entry, []).append(name)
         found = {}
         for entry, ids in rows.items():
-            # By the end of the name's text, as PEFT does it, not by its dotted parts.
-            names = [name for alias, name in aliases.items() if alias.endswith(entry)]
-            found.update(dict.fromkeys(names or [entry], tuple(ids)))
+            found.update(dict.fromkeys(named.get(entry) or [entry], tuple(ids)))
         return found
 
     @abstractmethod

@@ -2,42 +2,36 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    model_validator,
+)
 
-
-def _whole_pattern(pattern: str) -> str:
-    _compile(pattern, pattern)
-    return pattern
-
-
-def _ending_pattern(pattern: str) -> str:
-    # The frame into which PEFT's get_pattern_key sets it.
-    _compile(pattern, rf"(.*\.)?({pattern})$")
-    return pattern
+from ..patterns import DottedPatterns, EndPatterns, check_expressions
 
 
-def _list_pattern(pattern: str) -> str:
-    # The frame into which PEFT's check_target_module_exists sets layers_pattern.
-    _compile(pattern, rf"(?:^|.*?\.){pattern}\.(?P<idx>\d+)\.")
-    return pattern
+def _framed(frame: str) -> Callable[[str | list[str]], str | list[str]]:
+    def check(value: str | list[str]) -> str | list[str]:
+        check_expressions([value] if isinstance(value, str) else value, frame)
+        return value
+
+    return check
 
 
-def _saved_pattern(pattern: str) -> str:
-    # The frame into which PEFT's check_target_module_exists sets modules_to_save.
-    _compile(pattern, rf"(^|.*\.){pattern}($|\..*)")
-    return pattern
+def _end_patterns(entries: dict[str, Any], info: ValidationInfo) -> EndPatterns:
+    return EndPatterns(entries, info.field_name or "")
 
 
-def _compile(pattern: str, framed: str) -> None:
-    try:
-        re.compile(framed)
-    except (re.error, RecursionError, OverflowError) as error:
-        raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+def _dotted_patterns(entries: dict[str, Any], info: ValidationInfo) -> DottedPatterns:
+    return DottedPatterns(entries, info.field_name or "")
 
 
 def _finite(number: int | float) -> int | float:
@@ -51,10 +45,14 @@ Rank = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Number = Annotated[int | float, AfterValidator(_finite)]
 Index = Annotated[int, Field(ge=0, le=2**31 - 1)]
-Regex = Annotated[str, AfterValidator(_whole_pattern)]
-EndRegex = Annotated[str, AfterValidator(_ending_pattern)]
-ListRegex = Annotated[str, AfterValidator(_list_pattern)]
-SavedRegex = Annotated[str, AfterValidator(_saved_pattern)]
+Regex = Annotated[str, AfterValidator(_framed("{}"))]
+Ranks = Annotated[dict[str, Rank], AfterValidator(_end_patterns)]
+Numbers = Annotated[dict[str, Number], AfterValidator(_end_patterns)]
+DottedRanks = Annotated[dict[str, Rank], AfterValidator(_dotted_patterns)]
+# The frames into which PEFT's check_target_module_exists sets them.
+_LAYERS_FRAME = _framed(r"(?:^|.*?\.){}\.(?P<idx>\d+)\.")
+LayersRegex = Annotated[list[str] | str, AfterValidator(_LAYERS_FRAME)]
+SavedRegexes = Annotated[list[str], AfterValidator(_framed(r"(^|.*\.){}($|\..*)"))]
 
 
 class TunerConfig(BaseModel):
@@ -65,8 +63,8 @@ class TunerConfig(BaseModel):
     target_modules: list[str] | Regex | None = None
     exclude_modules: list[str] | Regex | None = None
     layers_to_transform: list[Index] | Index | None = None
-    layers_pattern: list[ListRegex] | ListRegex | None = None
-    modules_to_save: list[SavedRegex] | None = None
+    layers_pattern: LayersRegex | None = None
+    modules_to_save: SavedRegexes | None = None
     trainable_token_indices: list[Index] | dict[str, list[Index]] | None = None
     task_type: str | None = None
 
@@ -82,23 +80,19 @@ class TunerConfig(BaseModel):
         return self
 
     @property
-    def patterns(self) -> Mapping[str, tuple[str, ...]]:
+    def patterns(self) -> Mapping[str, EndPatterns]:
         """The names of modules that each key of patterns has entries for."""
-        found = {}
-        for key in type(self).model_fields:
-            value = getattr(self, key)
-            if key.endswith("_pattern") and isinstance(value, dict):
-                found[key] = tuple(value)
-        return found
+        values = {key: getattr(self, key) for key in type(self).model_fields}
+        return {key: value for key, value in values.items() if isinstance(value, EndPatterns)}
 
 
 # In every config of PEFT, whatever its type.
 COMMON_HARMLESS: Mapping[str, str] = {
     "auto_mapping": "names the base model's class",
-    "base_model_name_or_path": "a name, compared with the model's for a note",
+    "base_model_name_or_path": "compared with the model that is served",
     "inference_mode": "whether PEFT freezes the tensors",
     "peft_version": "who wrote the file",
-    "revision": "of the base model",
+    "revision": "of the base model, compared for a note",
 }
 COMMON_SERVED = frozenset({"peft_type", "task_type"})
 

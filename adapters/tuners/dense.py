@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import ClassVar
 
 from pydantic import Field
 
 from ..lowering import c3a, fourierft, hira
 from ..lowering.base import Effect
+from ..patterns import DottedPatterns, EndPatterns
 from .base import Module
-from .config import ConfigKeys, EndRegex, Number, Rank, TunerConfig
+from .config import ConfigKeys, DottedRanks, Number, Rank, Ranks, TunerConfig
 from .linear import (
     BIAS,
     EXCLUDES,
@@ -24,18 +24,13 @@ from .linear import (
 )
 
 
-def _dotted_key(patterns: Iterable[str], alias: str) -> str:
-    # These two types match a pattern after a dot only, so never a module at the top.
-    return next((key for key in patterns if re.match(rf".*\.{key}$", alias)), alias)
-
-
 class FourierFTConfigFile(TunerConfig):
     """The served keys of a FourierFT config; none of the numbers is guessed."""
 
     n_frequency: Rank
     scaling: Number
     random_loc_seed: int
-    n_frequency_pattern: dict[EndRegex, Rank] = Field(default_factory=dict)
+    n_frequency_pattern: DottedRanks = Field(default_factory=lambda: DottedPatterns({}))
 
 
 class FourierFT(LinearTuner[FourierFTConfigFile]):
@@ -57,10 +52,6 @@ class FourierFT(LinearTuner[FourierFTConfigFile]):
         optional_none=BIAS,
     )
 
-    def pattern_key(self, patterns: Iterable[str], alias: str) -> str:
-        """PEFT's own way for this type."""
-        return _dotted_key(patterns, alias)
-
     def settings(self, config: FourierFTConfigFile, module: Module) -> fourierft.FourierFTSettings:
         """How many coefficients, and where."""
         count = self.patterned(config.n_frequency_pattern, config.n_frequency, module)
@@ -71,7 +62,7 @@ class C3aConfigFile(TunerConfig):
     """The served keys of a C3A config."""
 
     block_size: Rank
-    block_size_pattern: dict[EndRegex, Rank] = Field(default_factory=dict)
+    block_size_pattern: DottedRanks = Field(default_factory=lambda: DottedPatterns({}))
 
 
 class C3a(LinearTuner[C3aConfigFile]):
@@ -90,10 +81,6 @@ class C3a(LinearTuner[C3aConfigFile]):
         optional_none=BIAS,
     )
 
-    def pattern_key(self, patterns: Iterable[str], alias: str) -> str:
-        """PEFT's own way for this type."""
-        return _dotted_key(patterns, alias)
-
     def settings(self, config: C3aConfigFile, module: Module) -> c3a.C3aSettings:
         """The block size."""
         size = self.patterned(config.block_size_pattern, config.block_size, module)
@@ -104,7 +91,7 @@ class HiraConfigFile(TunerConfig):
     """The served keys of a HiRA config."""
 
     r: Rank
-    rank_pattern: dict[EndRegex, Rank] = Field(default_factory=dict)
+    rank_pattern: Ranks = Field(default_factory=lambda: EndPatterns({}))
 
 
 class Hira(LinearTuner[HiraConfigFile]):

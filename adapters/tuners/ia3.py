@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import Self
 
 from peft.utils.constants import (
@@ -16,6 +16,7 @@ from ..base import BaseFacts
 from ..findings import Finding, unsupported
 from ..lowering import ia3 as lowering
 from ..lowering.base import BaseLinear, Effect, Shapes
+from ..patterns import TextEnds, WholePattern
 from ..tensor_file import TensorHeader
 from ..weights import AnyWeights
 from .base import Lowering, Module, TunerType
@@ -36,6 +37,26 @@ class Ia3ConfigFile(TunerConfig):
             if extra:
                 raise ValueError(f"feedforward_modules names {extra[0]!r}, which is no target")
         return self
+
+    def is_feedforward(self, alias: str) -> bool:
+        """Whether a module's input is scaled, not its output.
+
+        Args:
+            alias: the adapter's name of the module.
+
+        Raises:
+            AdapterUnsupportedError: a regular expression takes too long.
+        """
+        names = self._named
+        return names.matches(alias) if isinstance(names, WholePattern) else bool(names.of(alias))
+
+    @cached_property
+    def _named(self) -> WholePattern | TextEnds:
+        names = self.feedforward_modules
+        if isinstance(names, str):
+            return WholePattern(names, "feedforward_modules")
+        # By the end of the name's text, as PEFT does it, not by its dotted parts.
+        return TextEnds(names or ())
 
 
 class Ia3(TunerType[Ia3ConfigFile]):
@@ -107,8 +128,4 @@ class Ia3(TunerType[Ia3ConfigFile]):
         return lowering.lower(given.tensors, settings, given.base_linear(module.linear))
 
     def _settings(self, config: Ia3ConfigFile, module: Module) -> lowering.Ia3Settings:
-        names = config.feedforward_modules
-        if isinstance(names, str):
-            return lowering.Ia3Settings(re.fullmatch(names, module.alias) is not None)
-        # By the end of the name's text, as PEFT does it, not by its dotted parts.
-        return lowering.Ia3Settings(any(module.alias.endswith(name) for name in names or ()))
+        return lowering.Ia3Settings(config.is_feedforward(module.alias))

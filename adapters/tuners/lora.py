@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -12,10 +13,11 @@ from ..base import TargetEmbedding, TargetLayer
 from ..findings import Finding, unsupported
 from ..lowering import lora as lowering
 from ..lowering.base import BaseLinear, Effect, Shapes
+from ..patterns import EndPatterns, Within
 from ..tensor_file import TensorHeader
 from ..weights import AnyWeights
 from .base import Lowering, Module, TunerType
-from .config import ConfigKeys, EndRegex, Index, Number, Rank, TunerConfig
+from .config import ConfigKeys, Index, Number, Numbers, Rank, Ranks, TunerConfig
 
 # Initialisations that fill A and B and leave the base weight alone.
 _PLAIN_INITIALISATIONS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
@@ -37,6 +39,16 @@ class BlockDiagonal(BaseModel):
     nblocks: Rank = 1
     match_strict: bool = True
 
+    @cached_property
+    def within_a(self) -> Within:
+        """What names modules whose A is stored in blocks."""
+        return Within(self.target_modules_bd_a or ())
+
+    @cached_property
+    def within_b(self) -> Within:
+        """What names modules whose B is stored in blocks, where A is not."""
+        return Within(self.target_modules_bd_b or ())
+
 
 class LoraConfigFile(TunerConfig):
     """The served keys of a LoRA config, with PEFT's defaults except for `r` and `lora_alpha`.
@@ -52,8 +64,8 @@ class LoraConfigFile(TunerConfig):
     lora_bias: bool = False
     use_bdlora: BlockDiagonal | None = None
     alora_invocation_tokens: list[Index] | None = None
-    rank_pattern: dict[EndRegex, Rank] = Field(default_factory=dict)
-    alpha_pattern: dict[EndRegex, Number] = Field(default_factory=dict)
+    rank_pattern: Ranks = Field(default_factory=lambda: EndPatterns({}))
+    alpha_pattern: Numbers = Field(default_factory=lambda: EndPatterns({}))
 
 
 class Lora(TunerType[LoraConfigFile]):
@@ -215,9 +227,9 @@ class Lora(TunerType[LoraConfigFile]):
         if blocks is None:
             return 1, 1
         # PEFT looks for the entries anywhere in the module's name, A's first.
-        if any(entry in alias for entry in blocks.target_modules_bd_a or ()):
+        if blocks.within_a.has(alias):
             return blocks.nblocks, 1
-        if any(entry in alias for entry in blocks.target_modules_bd_b or ()):
+        if blocks.within_b.has(alias):
             return 1, blocks.nblocks
         return 1, 1
 

@@ -10,8 +10,9 @@ from pydantic import Field
 
 from ..lowering import loha, lokr
 from ..lowering.base import Effect
+from ..patterns import EndPatterns
 from .base import Module
-from .config import ConfigKeys, EndRegex, Number, Rank, TunerConfig
+from .config import ConfigKeys, Number, Numbers, Rank, Ranks, TunerConfig
 from .linear import EXCLUDES, INITIALISATION, LAYERS, LinearTuner, in_training
 
 _SERVED = EXCLUDES | LAYERS | {"r", "alpha", "rank_pattern", "alpha_pattern"}
@@ -27,8 +28,8 @@ class LoHaConfigFile(TunerConfig):
 
     r: Rank
     alpha: Number
-    rank_pattern: dict[EndRegex, Rank] = Field(default_factory=dict)
-    alpha_pattern: dict[EndRegex, Number] = Field(default_factory=dict)
+    rank_pattern: Ranks = Field(default_factory=lambda: EndPatterns({}))
+    alpha_pattern: Numbers = Field(default_factory=lambda: EndPatterns({}))
 
 
 class LoKrConfigFile(LoHaConfigFile):

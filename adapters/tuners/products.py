@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, ClassVar, Literal, cast
 
 from pydantic import Field
@@ -11,8 +12,9 @@ from pydantic import Field
 from ..findings import Finding, unsupported
 from ..lowering import adalora, delora, miss
 from ..lowering.base import Effect
+from ..patterns import EndPatterns
 from .base import Module
-from .config import ConfigKeys, EndRegex, Number, Rank, TunerConfig
+from .config import ConfigKeys, Number, Rank, Ranks, TunerConfig
 from .linear import BIAS, EXCLUDES, INITIALISATION, LAYERS, LinearTuner, in_training
 from .lora import Lora
 
@@ -37,15 +39,16 @@ class AdaLoraConfigFile(TunerConfig):
     lora_alpha: Number
     rank_pattern: dict[str, list[bool]] = Field(default_factory=dict)
 
-    @property
+    @cached_property
     def masks(self) -> Mapping[str, list[bool]]:
         """By the adapter's name of the module."""
         return rank_masks(self.rank_pattern)
 
     @property
-    def patterns(self) -> Mapping[str, tuple[str, ...]]:
+    def patterns(self) -> Mapping[str, EndPatterns]:
         """Names of modules, as patterns that match nothing else."""
-        return {"rank_pattern": tuple(re.escape(name) for name in self.masks)}
+        masks = {re.escape(name): mask for name, mask in self.masks.items()}
+        return {"rank_pattern": EndPatterns(masks, "rank_pattern")}
 
 
 # Keys that AdaLoRA has from LoRA and does not read, or refuses itself.
@@ -145,7 +148,7 @@ class DeloraConfigFile(TunerConfig):
     """The served keys of a DeLoRA config."""
 
     r: Rank
-    rank_pattern: dict[EndRegex, Rank] = Field(default_factory=dict)
+    rank_pattern: Ranks = Field(default_factory=lambda: EndPatterns({}))
 
 
 class Delora(LinearTuner[DeloraConfigFile]):

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from peft import LoraConfig
-from peft.tuners.tuners_utils import check_target_module_exists
-
 from ..base import BaseFacts, TargetEmbedding
 from ..lowering.base import Effect
+from ..selection import ModuleSelection
 from ..weights import AnyWeights, EmbeddingWeights
 from .base import Lowering, Module, Shape, TunerType
 from .config import ConfigKeys, Index, TunerConfig
@@ -52,10 +50,8 @@ class TrainableTokens(TunerType[TrainableTokensConfigFile]):
         ids, targets = tuple(config.token_indices), config.target_modules
         if targets is None:
             return {base.input_embedding or "embed_tokens": ids}
-        selection = LoraConfig(target_modules=targets)
-        names = [
-            name for alias, name in aliases.items() if check_target_module_exists(selection, alias)
-        ]
+        selection = ModuleSelection(targets)
+        names = [name for alias, name in aliases.items() if selection.selects(alias)]
         return dict.fromkeys(names or [str(targets)], ids)
 
     def lower(

@@ -6,12 +6,12 @@ import io
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
 from ...core.platform import Platform
+from ...core.report import ReportPart
 
 SCHEMA_VERSION = 1
 _COLOURS = {"pass": "green", "fail": "red", "not here": "yellow"}
@@ -19,11 +19,7 @@ _COLOURS = {"pass": "green", "fail": "red", "not here": "yellow"}
 Kind = Literal["pass", "fail", "not here"]
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
-
-class Difference(_Part):
+class Difference(ReportPart):
     """The first difference of a line.
 
     Attributes:
@@ -52,7 +48,7 @@ class Difference(_Part):
         )
 
 
-class Line(_Part):
+class Line(ReportPart):
     """One implementation of one registry entry.
 
     Attributes:
@@ -82,7 +78,7 @@ class Line(_Part):
     first: Difference | None
 
 
-class Versions(_Part):
+class Versions(ReportPart):
     """Of what computes: the libraries that are no part of `Platform`."""
 
     branchline: str
@@ -90,7 +86,7 @@ class Versions(_Part):
     cuda: str | None
 
 
-class VerifyReport(_Part):
+class VerifyReport(ReportPart):
     """What `verify` returns; `str()` is the table, `model_dump_json()` the JSON."""
 
     schema_version: int

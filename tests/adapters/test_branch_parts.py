@@ -16,9 +16,11 @@ from branchline.core.errors import RawConsumerError
 from branchline.core.quant_key import FP8_STATIC_TENSOR
 from branchline.core.quantized_activation import QuantizedActivation
 from branchline.linear.batch import BarePlan, Batch, BatchScope
+from branchline.linear.branching import BranchInput, BranchRows
 from branchline.linear.kernels.float import FloatLinear
 from branchline.linear.registry import LayerRegistry
-from branchline.linear.routed import BranchInput, BranchRows, RoutedLinear
+from branchline.linear.routed import RoutedLinear
+from tests.helpers import same_bytes
 
 K, N, TOKENS = 24, 10, 3
 SLOTS = SlotClasses((4, 4, 4, 4, 4, 4, 4))
@@ -122,10 +124,6 @@ class Linear:
 def inputs(rows: int, dtype: torch.dtype) -> torch.Tensor:
     x = torch.randn(rows, TOKENS, K, generator=torch.Generator().manual_seed(7)).to(dtype)
     return x.index_fill_(2, torch.tensor([5]), -0.0)
-
-
-def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,17 +15,13 @@ from branchline.core.errors import (
     AdapterNotFoundError,
 )
 from tests.adapters.test_read import CASES, write_case
+from tests.helpers import edit_adapter
 
 LOADS = [name for name, case in CASES.items() if case["expect"]["result"].startswith("loads")]
 # What it computes hangs on the base's weights.
 NEEDS_WEIGHTS = {"dora-flag"}
 # What is wrong with these shows on a model only.
 NEEDS_A_BASE = {"rank-too-high", "nothing-matches", "wrong-shape"}
-
-
-def edit(folder: Path, **changes: object) -> None:
-    file = folder / "adapter_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
 @pytest.mark.parametrize("name", sorted(set(LOADS) - NEEDS_WEIGHTS))
@@ -39,10 +33,12 @@ def test_what_loads_has_no_problem_and_the_digest_it_gets_when_loaded(name, tmp_
     mapped = any("names mapped" in note for note in loaded.notes)
     assert mapped == (name == "language-model-prefix")
     assert (summary.digest == loaded.digest) is not mapped
-    assert [(x.rank, x.scaling) for x in summary.layers] == [
+    assert [(x.rank, x.scaling) for x in summary.modules if x.rank is not None] == [
         (x.rank, x.low_rank.scaling) for x in loaded.layers.values() if x.low_rank is not None
     ]
     assert len(summary.modules) == len(loaded.layers)
+    raw = sum(layer.reads_raw for layer in loaded.layers.values())
+    assert sum(bool(x.reads_raw) for x in summary.modules) == raw
     assert summary.parameters == loaded.parameters
     assert summary.nbytes == (folder / "adapter_model.safetensors").stat().st_size
 
@@ -56,7 +52,7 @@ def test_what_no_model_can_load_is_told_with_what_is_there(name, tmp_path):
     found = [word in (summary.problem or "") for word in words]
     assert any(found) if case["expect"].get("any") else all(found), summary.problem
     assert summary.digest is None
-    assert summary.layers == ()
+    assert all(module.rank is module.scaling is None for module in summary.modules)
     stored = sum(math.prod(shape) for _, shape, _ in case["tensors"])
     assert summary.parameters == stored
     assert summary.peft_type == case["config"].get("peft_type")
@@ -72,20 +68,36 @@ def test_what_takes_the_weights_of_a_base_is_no_problem_and_has_no_digest_yet(tm
     assert summary.problem is None
     assert summary.digest is None
     assert len(summary.modules) == 4
+    assert {x.parts for x in summary.modules} == {("lora_A", "lora_B", "lora_magnitude_vector")}
+    assert all(x.rank and x.scaling and x.reads_raw for x in summary.modules)
     assert any("DoRA" in note for note in summary.notes)
 
 
 def test_what_is_saved_beside_the_type_is_checked_on_a_model_only(plain):
-    edit(plain, modules_to_save=["lm_head"])
+    file = plain / "adapter_model.safetensors"
+    copies = {
+        "base_model.model.lm_head.weight": torch.ones(256, 64),
+        "base_model.model.model.embed_tokens.base_layer.weight": torch.ones(256, 64),
+        "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta": torch.ones(
+            3, 64
+        ),
+    }
+    save_file(load_file(file) | copies, file)
+    edit_adapter(plain, modules_to_save=["lm_head"])
     summary = describe_adapter(plain)
     assert (summary.problem, summary.digest) == (None, None)
+    told = {x.name.removeprefix("model."): (x.parts, x.rank, x.scaling) for x in summary.modules}
+    assert told["lm_head"] == (("weight",), None, None)
+    assert set(told["embed_tokens"][0]) == {"copy of the base's weight", "3 tokens"}
+    assert told["layers.0.self_attn.q_proj"] == (("lora_A", "lora_B"), 8, 2.0)
+    assert all(x.reads_raw is None for x in summary.modules)
     assert any("on a model only" in note for note in summary.notes)
-    edit(plain, frobnicate=3)
+    edit_adapter(plain, frobnicate=3)
     assert "frobnicate" in (describe_adapter(plain).problem or "")
 
 
 def test_a_plain_adapter(plain):
-    edit(plain, base_model_name_or_path="acme/tiny")
+    edit_adapter(plain, base_model_name_or_path="acme/tiny")
     summary = describe_adapter(plain)
     assert (summary.peft_type, summary.base_model, summary.task) == (
         "LORA",
@@ -93,16 +105,17 @@ def test_a_plain_adapter(plain):
         "CAUSAL_LM",
     )
     assert (summary.rank, summary.alpha, summary.targets) == (8, 16, ("q_proj", "v_proj"))
-    assert {(x.name.rpartition(".")[2], x.rank, x.scaling, x.shape) for x in summary.layers} == {
+    modules = summary.modules
+    assert {(x.name.rpartition(".")[2], x.rank, x.scaling, x.shape) for x in modules} == {
         ("q_proj", 8, 2.0, (64, 64)),
         ("v_proj", 8, 2.0, (32, 64)),
     }
-    assert summary.modules == tuple(layer.name for layer in summary.layers)
+    assert {(x.kind, x.parts, x.reads_raw) for x in modules} == {("linear", ("low-rank",), True)}
     assert summary.dtypes == ("F32",)
 
 
 def test_default_targets_go_by_the_base_and_do_not_speak_against_it(plain, base):
-    edit(plain, target_modules=None)
+    edit_adapter(plain, target_modules=None)
     summary = describe_adapter(plain)
     assert summary.targets == ()
     assert summary.problem is None
@@ -111,7 +124,7 @@ def test_default_targets_go_by_the_base_and_do_not_speak_against_it(plain, base)
 
 @pytest.mark.parametrize("name", ["r", "lora_alpha", "task_type", "target_modules"])
 def test_a_value_of_a_wrong_type_is_the_problem(plain, name):
-    edit(plain, **{name: {"a": [1]}})
+    edit_adapter(plain, **{name: {"a": [1]}})
     assert name in (describe_adapter(plain).problem or "")
 
 

@@ -9,7 +9,7 @@ from branchline.adapters.low_rank import LowRankSlots
 from branchline.adapters.slots import SlotClasses
 from branchline.adapters.weights import LowRank
 from branchline.core.errors import RawConsumerError
-from branchline.linear.routed import BranchInput
+from branchline.linear.branching import BranchInput
 from branchline.linear.shrink import shrink
 
 CPU = torch.device("cpu")

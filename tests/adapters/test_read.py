@@ -16,6 +16,7 @@ from branchline.core.errors import (
     AdapterUnsupportedError,
     BranchlineError,
 )
+from tests.helpers import edit_adapter
 
 CASES = {
     case["id"]: case
@@ -184,16 +185,6 @@ def test_the_class_of_the_error(name, kind, tmp_path, base):
 # --- single checks --------------------------------------------------------------------------------
 
 
-def edit(folder: Path, changes: dict | None = None, **config) -> Path:
-    """Replace tensors (None removes one) and config keys of a folder."""
-    path = folder / "adapter_model.safetensors"
-    tensors = load_file(path) | (changes or {})
-    save_file({name: value for name, value in tensors.items() if value is not None}, path)
-    raw = json.loads((folder / "adapter_config.json").read_text())
-    (folder / "adapter_config.json").write_text(json.dumps(raw | config))
-    return folder
-
-
 Q0 = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
@@ -258,14 +249,14 @@ def z(*shape, dtype=torch.float32) -> torch.Tensor:
     ],
 )
 def test_a_single_fault_is_found_and_named(changes, config, error, words, plain, base):
-    edit(plain, changes, **config)
+    edit_adapter(plain, changes, **config)
     with pytest.raises(error) as caught:
         read_adapter(plain, base, max_rank=16)
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
 def test_all_findings_come_in_one_error(plain, base):
-    edit(
+    edit_adapter(
         plain,
         {f"{Q0}.lora_A.weight": z(8, 48), "base_model.model.score.weight": z(2, 64)},
         task_type="SEQ_CLS",
@@ -279,7 +270,7 @@ def test_all_findings_come_in_one_error(plain, base):
 
 
 def test_no_tensor_is_read_before_all_headers_are_checked(plain, base, monkeypatch):
-    edit(plain, {f"{Q0}.lora_A.weight": z(8, 48)})
+    edit_adapter(plain, {f"{Q0}.lora_A.weight": z(8, 48)})
 
     def refuse(*_):
         raise AssertionError("a tensor was read")
@@ -297,7 +288,7 @@ def test_a_layer_that_cannot_take_a_branch_says_why(plain, facts, tiny_llama):
 
 
 def test_null_targets_of_an_unknown_model_type_are_refused(plain, base, facts, tiny_llama):
-    edit(plain, target_modules=None)
+    edit_adapter(plain, target_modules=None)
     assert len(read_adapter(plain, base, max_rank=16).layers) == 4
     unknown = facts(tiny_llama(), model_type="brand_new")
     with pytest.raises(AdapterUnsupportedError, match="brand_new"):
@@ -307,7 +298,7 @@ def test_null_targets_of_an_unknown_model_type_are_refused(plain, base, facts, t
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_kept_as_stored(dtype, plain, base):
     full = load_file(plain / "adapter_model.safetensors")
-    edit(plain, {name: value.to(dtype) for name, value in full.items()})
+    edit_adapter(plain, {name: value.to(dtype) for name, value in full.items()})
     weights = read_adapter(plain, base, max_rank=16)
     layer = weights.layers["model.layers.0.self_attn.q_proj"].low_rank
     assert layer.a.dtype == layer.b.dtype == dtype
@@ -316,7 +307,7 @@ def test_half_precision_is_kept_as_stored(dtype, plain, base):
 
 
 def test_entries_that_peft_passes_over_are_noted(plain, base):
-    edit(
+    edit_adapter(
         plain,
         target_modules=["q_proj", "v_proj", "query_key_value"],
         alpha_pattern={"q_proj": 4, r"layers\.0\.self_attn\.q_proj": 8},
@@ -330,7 +321,7 @@ def test_entries_that_peft_passes_over_are_noted(plain, base):
 
 def test_a_scaling_of_zero_has_no_effect(plain, base):
     assert read_adapter(plain, base, max_rank=16).notes == ()
-    edit(plain, lora_alpha=0)
+    edit_adapter(plain, lora_alpha=0)
     assert any("no effect" in note for note in read_adapter(plain, base, max_rank=16).notes)
 
 
@@ -343,10 +334,10 @@ def test_the_digest_follows_what_the_adapter_computes(plain, tmp_path, base):
     copy = shutil.copytree(plain, tmp_path / "elsewhere")
     tensors = load_file(copy / "adapter_model.safetensors")
     save_file(dict(reversed(tensors.items())), copy / "adapter_model.safetensors", {"by": "x"})
-    edit(copy, lora_dropout=0.5, inference_mode=False, target_modules=".*(q|v)_proj")
-    edit(copy, alpha_pattern={"q_proj": 16})
+    edit_adapter(copy, lora_dropout=0.5, inference_mode=False, target_modules=".*(q|v)_proj")
+    edit_adapter(copy, alpha_pattern={"q_proj": 16})
     assert read_adapter(copy, base, max_rank=16).digest == digest
-    assert read_adapter(edit(copy, lora_alpha=17), base, max_rank=16).digest != digest
+    assert read_adapter(edit_adapter(copy, lora_alpha=17), base, max_rank=16).digest != digest
 
 
 def test_one_bit_changes_the_digest(plain, base):
@@ -360,6 +351,6 @@ def test_one_bit_changes_the_digest(plain, base):
 
 def test_the_dtype_is_part_of_the_digest(plain, base):
     zeros = {name: v * 0 for name, v in load_file(plain / "adapter_model.safetensors").items()}
-    full = read_adapter(edit(plain, zeros), base, max_rank=16).digest
+    full = read_adapter(edit_adapter(plain, zeros), base, max_rank=16).digest
     half = {name: value.half() for name, value in zeros.items()}
-    assert read_adapter(edit(plain, half), base, max_rank=16).digest != full
+    assert read_adapter(edit_adapter(plain, half), base, max_rank=16).digest != full

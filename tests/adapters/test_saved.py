@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 from branchline.adapters.from_peft import unwrap_peft, weights_from_peft
+from branchline.adapters.identity import BaseIdentity
 from branchline.adapters.read import read_adapter
 from branchline.core.errors import (
     AdapterCapacityError,
@@ -20,6 +19,7 @@ from branchline.core.errors import (
     AdapterUnsupportedError,
 )
 from branchline.serving.base_facts import base_facts
+from tests.helpers import edit_adapter
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 HEAD, TABLE = "lm_head", "model.embed_tokens"
@@ -38,15 +38,6 @@ def trained(model, config, folder: Path) -> peft.PeftModel:
             value.copy_(value + torch.randn(value.shape, generator=generator) * 0.1)
     wrapped.save_pretrained(folder)
     return wrapped
-
-
-def edit(folder: Path, changes: dict | None = None, **config) -> Path:
-    path = folder / "adapter_model.safetensors"
-    tensors = load_file(path) | (changes or {})
-    save_file({name: value for name, value in tensors.items() if value is not None}, path)
-    raw = json.loads((folder / "adapter_config.json").read_text())
-    (folder / "adapter_config.json").write_text(json.dumps(raw | config))
-    return folder
 
 
 def test_modules_saved_whole_replace_weights_of_linears_embeddings_and_norms(
@@ -116,7 +107,9 @@ def test_a_fault_of_a_saved_module_is_named(
     changes, config, error, words, tmp_path, tiny_llama, base
 ):
     trained(tiny_llama(), lora(modules_to_save=["lm_head"]), tmp_path)
-    edit(tmp_path, {f"base_model.model.{key}": value for key, value in changes.items()}, **config)
+    edit_adapter(
+        tmp_path, {f"base_model.model.{key}": value for key, value in changes.items()}, **config
+    )
     with pytest.raises(error) as caught:
         read_adapter(tmp_path, base, max_rank=16)
     assert all(word in str(caught.value) for word in words), str(caught.value)
@@ -124,7 +117,7 @@ def test_a_fault_of_a_saved_module_is_named(
 
 def test_a_name_that_the_model_has_not_is_noted(tmp_path, tiny_llama, base):
     trained(tiny_llama(), lora(modules_to_save=["lm_head"]), tmp_path)
-    edit(tmp_path, modules_to_save=["lm_head", "score"])
+    edit_adapter(tmp_path, modules_to_save=["lm_head", "score"])
     notes = read_adapter(tmp_path, base, max_rank=16).notes
     assert any("'score'" in note for note in notes)
 
@@ -188,7 +181,7 @@ def test_trained_tokens_replace_rows_and_those_of_a_tied_head(
 def test_a_fault_of_trained_tokens_is_named(ids, changes, error, words, tmp_path, tiny_llama, base):
     trained(tiny_llama(), lora(trainable_token_indices=[1, 2, 3]), tmp_path)
     tensors = {f"base_model.model.{TABLE}.{key}": value for key, value in changes.items()}
-    edit(tmp_path, tensors, trainable_token_indices=ids)
+    edit_adapter(tmp_path, tensors, trainable_token_indices=ids)
     with pytest.raises(error) as caught:
         read_adapter(tmp_path, base, max_rank=16)
     assert all(word in str(caught.value) for word in words), str(caught.value)
@@ -232,7 +225,7 @@ def test_a_copy_that_is_not_the_bases_is_served_in_its_place(
     trained(tiny_llama(), lora(target_modules=["embed_tokens", "lm_head"]), tmp_path)
     other = torch.randn(256, 64)
     copies = {f"base_model.model.{name}.base_layer.weight": other for name in (TABLE, HEAD)}
-    edit(tmp_path, {key: value.clone() for key, value in copies.items()})
+    edit_adapter(tmp_path, {key: value.clone() for key, value in copies.items()})
     own = base_weights(tiny_llama()) if known else None
     weights = read_adapter(tmp_path, base, max_rank=16, base_weights=own)
     assert torch.equal(weights.embeddings[TABLE].weight, other)
@@ -264,10 +257,11 @@ def test_norms_of_ln_tuning(tmp_path, tiny_llama, base):
 
 def test_another_base_model_is_noted_by_its_name(tmp_path, tiny_llama, facts):
     trained(tiny_llama(), lora(), tmp_path)
-    edit(tmp_path, base_model_name_or_path="acme/Tiny")
+    edit_adapter(tmp_path, base_model_name_or_path="acme/Tiny")
 
     def notes(name: str) -> tuple[str, ...]:
-        return read_adapter(tmp_path, facts(tiny_llama(), name_or_path=name), max_rank=16).notes
+        known = facts(tiny_llama(), identity=BaseIdentity(name))
+        return read_adapter(tmp_path, known, max_rank=16).notes
 
     assert notes("") == notes("/models/tiny") == ()
-    assert any("acme/Tiny" in note and "large" in note for note in notes("acme/large"))
+    assert any("acme/Tiny" in note and "large" in note for note in notes("/models/large"))

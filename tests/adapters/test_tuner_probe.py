@@ -30,10 +30,11 @@ from branchline.adapters.lowering import (
     road,
     vera,
 )
-from branchline.adapters.lowering.base import Effect, effect_of
+from branchline.adapters.lowering.base import Effect
 from branchline.adapters.tuner_probe import probe
 from branchline.adapters.tuners import TUNERS, UNSERVED
 from tests.adapters.lowering.peft_linear import Adapted, Net, conv1d, linear
+from tests.parts_reference import effect_of
 
 SIZE = 32
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Mapping
 
@@ -15,11 +14,12 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
 
 from branchline.adapters.from_peft import unwrap_peft, weights_from_peft
-from branchline.adapters.lowering.base import Effect, effect_of
-from branchline.adapters.parts_reference import apply_parts
+from branchline.adapters.lowering.base import Effect
 from branchline.adapters.read import read_adapter, read_plan
 from branchline.adapters.tuners import TUNERS, UNSERVED
 from branchline.core.errors import AdapterError, AdapterFormatError, AdapterUnsupportedError
+from tests.helpers import edit_adapter
+from tests.parts_reference import apply_parts, effect_of
 
 TWO = {"target_modules": ["q_proj", "down_proj"]}
 
@@ -205,12 +205,6 @@ def test_every_served_key_is_read_or_fixed(kind):
     assert read - unread <= tuner.keys.served
 
 
-def edited(folder, **changes):
-    path = folder / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    return folder
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_missing_and_an_unknown_tensor_are_each_refused_by_name(
@@ -236,7 +230,7 @@ def test_a_missing_and_an_unknown_tensor_are_each_refused_by_name(
 @pytest.mark.parametrize("kind", UNSERVED)
 def test_a_type_that_is_not_served_is_refused_by_name_with_its_reason(kind, plain, base):
     with pytest.raises(AdapterUnsupportedError) as caught:
-        read_adapter(edited(plain, peft_type=kind), base, max_rank=16)
+        read_adapter(edit_adapter(plain, peft_type=kind), base, max_rank=16)
     assert repr(kind) in str(caught.value)
     assert UNSERVED[kind].reason in str(caught.value)
 
@@ -245,14 +239,14 @@ def test_ia3_takes_a_feed_forward_module_for_what_the_config_says(tmp_path, tiny
     config = peft.IA3Config(feedforward_modules=["down_proj"], **TWO)
     randomised(tiny_llama(), config).save_pretrained(tmp_path)
     with pytest.raises(AdapterFormatError, match="'up_proj', which is no target"):
-        read_adapter(edited(tmp_path, feedforward_modules=["up_proj"]), base, max_rank=16)
+        read_adapter(edit_adapter(tmp_path, feedforward_modules=["up_proj"]), base, max_rank=16)
     # A vector of an output where one of an input is asked for.
     with pytest.raises(AdapterError, match=r"q_proj.*\[64, 1\].*\[1, 64\]"):
-        read_adapter(edited(tmp_path, feedforward_modules=["q_proj"]), base, max_rank=16)
+        read_adapter(edit_adapter(tmp_path, feedforward_modules=["q_proj"]), base, max_rank=16)
     # By the end of the text, as PEFT does it.
     assert (
         read_adapter(
-            edited(
+            edit_adapter(
                 tmp_path,
                 target_modules=["q_proj", "down_proj", "n_proj"],
                 feedforward_modules=["n_proj"],

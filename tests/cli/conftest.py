@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from branchline.cli import app
+from branchline.serving import quantize_checkpoint
+from tests.helpers import make_tokenizer
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
@@ -34,6 +35,24 @@ class Outcome(NamedTuple):
     def json(self) -> Any:
         return json.loads(self.out)
 
+    @property
+    def refusal(self) -> str:
+        """The finding of an `inspect` that ends with one."""
+        assert self.code == 1
+        assert "cannot be loaded" in self.err
+        (line,) = [line for line in self.out.splitlines() if line.startswith("refused: ")]
+        return line
+
+    @property
+    def error(self) -> str:
+        """The one error line that ends a run, behind notes of what was done before."""
+        assert self.code == 1, self.err
+        assert not self.out
+        *notes, error = self.err.splitlines()
+        assert error.startswith("error: ")
+        assert not [line for line in notes if line.startswith("error") or "Traceback" in line]
+        return error
+
 
 @pytest.fixture
 def branchline(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
@@ -51,34 +70,17 @@ def branchline(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
     return run
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level, with a chat template, and without a token for padding."""
-    trained = Tokenizer(models.BPE())
-    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trained.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<|end|>", "<|user|>", "<|assistant|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    trained.train_from_iterator(["the quick brown fox jumps over the lazy dog"] * 4, trainer)
-    made = PreTrainedTokenizerFast(tokenizer_object=trained, eos_token="<|end|>")
-    made.chat_template = CHAT_TEMPLATE
-    return made
-
-
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerFast:
     """The one in `model_folder`, able to pad."""
-    made = make_tokenizer()
+    made = make_tokenizer("<|user|>", "<|assistant|>", chat_template=CHAT_TEMPLATE)
     made.pad_token = made.eos_token
     return made
 
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer("<|user|>", "<|assistant|>", chat_template=CHAT_TEMPLATE)
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -95,6 +97,14 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def mixed(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A quantised checkpoint that leaves the second layer's MLP as it is."""
+    out = tmp_path_factory.mktemp("mixed") / "model"
+    quantize_checkpoint(model_folder, out, scheme="fp8-dynamic", ignore=("model.layers.1.mlp.*",))
+    return out
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification, LlamaModel
 
 from branchline import Calibration, __version__
 from branchline.cli.checkpoint import load_model
+from tests.helpers import edit_json
 
 
 def copy_of(folder: Path, target: Path) -> Path:
@@ -26,11 +27,6 @@ def copy_of(folder: Path, target: Path) -> Path:
 
 def sites_of(report: dict[str, Any]) -> set[tuple[str, ...]]:
     return {tuple(site["consumers"]) for site in report["sites"]}
-
-
-def edit_config(folder: Path, **changes: object) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
 # --- what it prints
@@ -93,7 +89,7 @@ def test_settings_reach_the_model(branchline, model_folder):
 
 
 def test_a_setting_without_effect_is_refused(branchline, model_folder):
-    line = error_line(branchline("audit", model_folder, "--percentile", "99.9"))
+    line = branchline("audit", model_folder, "--percentile", "99.9").error
     assert "percentile" in line
     assert "fp8-static" in line
 
@@ -103,7 +99,7 @@ def test_a_model_without_a_head_is_read_too(branchline, model_folder, tmp_path, 
     """The class is the one the checkpoint names, or the only one that its tensors fit."""
     config = LlamaConfig.from_pretrained(model_folder)
     LlamaModel(config).save_pretrained(tmp_path)
-    edit_config(tmp_path, architectures=architectures)
+    edit_json(tmp_path / "config.json", {"architectures": architectures})
     done = branchline("audit", tmp_path, "--json")
     if architectures:
         assert done.code == 0, done.err
@@ -172,8 +168,8 @@ def test_an_unusable_calibration_file(branchline, model_folder, tmp_path, name, 
         file.write_bytes(content if isinstance(content, bytes) else content.encode())
     done = branchline("audit", model_folder, "--quant", "fp8-static", "--calibration", file)
     assert done.code == 1
-    assert str(file) in error_line(done)
-    assert said in error_line(done)
+    assert str(file) in done.error
+    assert said in done.error
 
 
 def test_a_calibration_file_without_static_scales_is_a_usage_error(branchline, model_folder):
@@ -185,27 +181,16 @@ def test_a_calibration_file_without_static_scales_is_a_usage_error(branchline, m
 # --- errors: one line, no traceback
 
 
-def error_line(done) -> str:
-    assert done.code == 1, done.err
-    assert not done.out
-    *notes, error = done.err.splitlines()
-    assert error.startswith("error: ")
-    assert not [line for line in notes if line.startswith("error") or "Traceback" in line]
-    return error
-
-
 def test_a_model_folder_that_is_missing(branchline, tmp_path):
-    assert "'nowhere': does not exist; pass the folder" in error_line(
-        branchline("audit", "nowhere")
-    )
+    assert "'nowhere': does not exist; pass the folder" in branchline("audit", "nowhere").error
     file = tmp_path / "model.gguf"
     file.write_text("")
-    assert "is no folder" in error_line(branchline("audit", file))
-    assert "holds no config.json" in error_line(branchline("audit", tmp_path))
+    assert "is no folder" in branchline("audit", file).error
+    assert "holds no config.json" in branchline("audit", tmp_path).error
 
 
 def test_an_adapter_in_place_of_a_model(branchline, sql):
-    assert "holds a PEFT adapter; pass its base model" in error_line(branchline("audit", sql))
+    assert "holds a PEFT adapter; pass its base model" in branchline("audit", sql).error
 
 
 @pytest.mark.parametrize(
@@ -223,7 +208,7 @@ def test_an_adapter_in_place_of_a_model(branchline, sql):
 def test_a_config_that_cannot_be_read(branchline, tmp_path, config, said):
     (tmp_path / "config.json").write_text(config)
     (tmp_path / "c.py").write_text("raise SystemExit('code of a checkpoint ran')")
-    line = error_line(branchline("audit", tmp_path))
+    line = branchline("audit", tmp_path).error
     assert str(tmp_path) in line
     assert said in line
 
@@ -234,27 +219,25 @@ def test_weights_that_are_missing_damaged_or_left_over(branchline, model_folder,
     tensors = load_file(weights)
     norm = tensors.pop("model.norm.weight")
     save_file(tensors, weights, {"format": "pt"})
-    assert "lacks tensors of the model: model.norm.weight" in error_line(
-        branchline("audit", broken)
-    )
+    assert "lacks tensors of the model: model.norm.weight" in branchline("audit", broken).error
     more = {"model.norm.weight": norm, "model.layers.0.mlp.up_proj.weight_scale": torch.ones(1)}
     save_file({**tensors, **more}, weights, {"format": "pt"})
-    assert "weight_scale" in error_line(branchline("audit", broken))
+    assert "weight_scale" in branchline("audit", broken).error
     weights.write_bytes(b"not a safetensors file")
-    assert "cannot read it" in error_line(branchline("audit", broken))
+    assert "cannot read it" in branchline("audit", broken).error
     weights.unlink()
-    assert "model.safetensors" in error_line(branchline("audit", broken))
+    assert "model.safetensors" in branchline("audit", broken).error
 
 
 def test_an_adapter_that_does_not_fit(branchline, model_folder, sql, tmp_path):
     missing = branchline("audit", model_folder, "--adapter", f"sql={tmp_path / 'none'}")
-    assert str(tmp_path / "none") in error_line(missing)
+    assert str(tmp_path / "none") in missing.error
     rank = branchline("audit", model_folder, "--adapter", f"sql={sql}", "--max-lora-rank", 2)
-    line = error_line(rank)
+    line = rank.error
     assert " 4" in line
     assert " 2" in line
     full = branchline("audit", model_folder, "--adapter", f"sql={sql}", "--max-loras", 0)
-    assert "--max-loras" in error_line(full)
+    assert "--max-loras" in full.error
 
 
 @pytest.mark.parametrize(
@@ -327,3 +310,21 @@ def test_as_a_program_an_error_is_one_line_and_exit_code_1():
         "error: model 'nowhere': does not exist; pass the folder of a transformers checkpoint "
         "(names on a hub are not looked up)",
     ]
+
+
+def test_an_adapter_of_another_base_is_refused_unless_the_flag_allows_it(
+    branchline, model_folder, sql, tmp_path
+):
+    served = tmp_path / "models--acme--Tiny" / "snapshots" / "0123456789abcdef"
+    served.parent.mkdir(parents=True)
+    served.symlink_to(model_folder)
+    adapter = copy_of(sql, tmp_path / "sql")
+    edit_json(adapter / "adapter_config.json", {"base_model_name_or_path": "acme/Tiny-Chat"})
+    command = ("audit", served, "--adapter", f"sql={adapter}", "--json")
+    error = branchline(*command).error
+    assert "'acme/Tiny-Chat'" in error
+    assert str(served) in error
+    assert "--allow-base-mismatch" in error
+    done = branchline(*command, "--allow-base-mismatch")
+    assert done.code == 0, done.err
+    assert any("acme/Tiny-Chat" in note for note in done.json["adapters"][0]["notes"])

@@ -9,30 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from peft import HRAConfig, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import branchline as package
-from branchline.adapters.branch import LayerBranch
-from branchline.adapters.slots import SlotClasses
-from branchline.adapters.weights import LayerWeights, LowRank
-from branchline.core.errors import ConfigError
 from branchline.core.scheme import SCHEMES
 from branchline.linear.quantized_linear import QuantizedLinear
 from branchline.serving import quantize_checkpoint
-from branchline.serving.inspect import inspect_folder
+from tests.helpers import edit_json
 
 UP = "model.layers.0.mlp.up_proj"
 LINEARS_A_LAYER = 7
-
-
-@pytest.fixture(scope="module")
-def mixed(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A quantised checkpoint that leaves the second layer's MLP as it is."""
-    out = tmp_path_factory.mktemp("mixed") / "model"
-    quantize_checkpoint(model_folder, out, scheme="fp8-dynamic", ignore=("model.layers.1.mlp.*",))
-    return out
 
 
 @pytest.fixture
@@ -52,34 +39,12 @@ def edit_tensors(folder: Path, **tensors: torch.Tensor | None) -> None:
     save_file(stored, file, {"format": "pt"})
 
 
-def edit_config(folder: Path, **changes: object) -> None:
-    file = folder / "config.json"
-    document = {**json.loads(file.read_text()), **changes}
-    file.write_text(json.dumps({k: v for k, v in document.items() if v is not None}))
-
-
 def quantization(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "config.json").read_text())["quantization_config"]
 
 
 def part(name: str) -> str:
     return f"{UP}.{name}".replace(".", "__")
-
-
-def refused(done) -> str:
-    """The finding of a run that ends with one."""
-    assert done.code == 1
-    assert "cannot be loaded" in done.err
-    (line,) = [line for line in done.out.splitlines() if line.startswith("refused: ")]
-    return line
-
-
-def error_line(done) -> str:
-    assert done.code == 1
-    assert not done.out
-    (line,) = done.err.splitlines()
-    assert line.startswith("error: ")
-    return line
 
 
 # --- models
@@ -152,7 +117,10 @@ def test_an_unquantised_model_and_what_could_be_quantised(branchline, tmp_path, 
 
 def test_an_entry_that_names_no_linear_is_told(branchline, damaged):
     said = quantization(damaged)
-    edit_config(damaged, quantization_config={**said, "ignore": [*said["ignore"], "vision"]})
+    edit_json(
+        damaged / "config.json",
+        {"quantization_config": {**said, "ignore": [*said["ignore"], "vision"]}},
+    )
     done = branchline("inspect", damaged)
     assert done.code == 0
     assert "ignored, but names no linear:\n  vision\n" in done.out
@@ -167,7 +135,7 @@ def test_scales_of_the_kv_cache_are_told(branchline, damaged):
 
 def test_metadata_over_float_weights_is_an_unquantised_model(branchline, model_folder, tmp_path):
     folder = Path(shutil.copytree(model_folder, tmp_path / "model"))
-    edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
+    edit_json(folder / "config.json", {"quantization_config": {"quant_method": "gptq", "bits": 4}})
     report = branchline("inspect", folder, "--json").json
     assert report["problem"] is None
     assert report["quantization"]["schemes"] == []
@@ -191,7 +159,7 @@ def test_a_contradiction_is_the_finding_and_loading_refuses_it_too(
 ):
     edit_tensors(damaged, **{part(name): tensor})
     done = branchline("inspect", damaged)
-    line = refused(done)
+    line = done.refusal
     assert UP in line
     assert said in line
     assert "compressed-tensors, by config.json" in done.out
@@ -201,18 +169,18 @@ def test_a_contradiction_is_the_finding_and_loading_refuses_it_too(
 
 def test_codes_that_belong_to_no_linear(branchline, damaged):
     edit_tensors(damaged, model__norm__weight=torch.ones(32).to(torch.float8_e4m3fn))
-    assert "model.norm.weight: holds codes" in refused(branchline("inspect", damaged))
+    assert "model.norm.weight: holds codes" in branchline("inspect", damaged).refusal
 
 
 def test_a_quantised_linear_that_is_tied(branchline, model_folder, tmp_path):
     out = tmp_path / "model"
     quantize_checkpoint(model_folder, out, scheme="fp8-dynamic", quantize_lm_head=True)
-    edit_config(out, tie_word_embeddings=True)
-    assert "ties its weight" in refused(branchline("inspect", out))
+    edit_json(out / "config.json", {"tie_word_embeddings": True})
+    assert "ties its weight" in branchline("inspect", out).refusal
 
 
 def test_codes_without_metadata(branchline, damaged):
-    edit_config(damaged, quantization_config=None)
+    edit_json(damaged / "config.json", {"quantization_config": None})
     done = branchline("inspect", damaged, "--json")
     assert done.code == 1
     assert "nothing says how it is quantised" in done.json["problem"]
@@ -221,149 +189,44 @@ def test_codes_without_metadata(branchline, damaged):
 
 
 def test_a_format_that_is_not_served(branchline, damaged):
-    edit_config(damaged, quantization_config={"quant_method": "gptq", "bits": 4})
+    edit_json(damaged / "config.json", {"quantization_config": {"quant_method": "gptq", "bits": 4}})
     done = branchline("inspect", damaged)
-    assert "gptq" in refused(done)
+    assert "gptq" in done.refusal
 
 
 def test_metadata_that_is_damaged(branchline, damaged):
-    edit_config(damaged, quantization_config={**quantization(damaged), "frobnicate": 3})
+    edit_json(
+        damaged / "config.json", {"quantization_config": {**quantization(damaged), "frobnicate": 3}}
+    )
     done = branchline("inspect", damaged, "--json")
     assert "frobnicate" in done.json["problem"]
     assert done.json["quantization"] is None
     assert done.json["parameters"] > 0
 
 
-# --- adapters
-
-
-def test_an_adapter(branchline, sql):
-    done = branchline("inspect", sql, "--json")
-    assert done.code == 0, done.err
-    report = done.json
-    assert (report["schema_version"], report["kind"], report["on"]) == (1, "adapter", None)
-    assert report["adapter"]["targets"] == ["down_proj"]
-    assert [layer["shape"] for layer in report["adapter"]["layers"]] == [[32, 64]] * 2
-    out = branchline("inspect", sql).out
-    assert "model.layers.*.mlp.down_proj (x2)" in out
-    assert report["adapter"]["digest"] in out
-
-
-@pytest.mark.parametrize("model", ["model_folder", "mixed"])
-def test_an_adapter_on_a_model_costs_what_loading_it_costs(branchline, request, tone, model):
-    folder = request.getfixturevalue(model)
-    done = branchline("inspect", tone, "--on", folder, "--max-lora-rank", 8, "--json")
-    assert done.code == 0, done.err
-    fit = done.json["on"]
-    served = package.wrap(package.load_model(folder), max_lora_rank=8)
-    loaded = served.adapters.load("tone", tone)
-    assert fit["digest"] == loaded.digest
-    layers = {f"model.layers.{i}.self_attn.{x}_proj" for i in (0, 1) for x in "qv"}
-    assert set(fit["raw"]) == layers
-    assert fit["linears_of_model"] == 2 * LINEARS_A_LAYER + 1
-    slots = [
-        LayerBranch(n, SlotClasses((8,)), 32, 32, torch.bfloat16, torch.device("cpu"))
-        for n in layers
-    ]
-    for slot in slots:
-        slot.write(0, LayerWeights(low_rank=LowRank(torch.ones(4, 32), torch.ones(32, 4), 1.0)))
-    assert fit["slot_nbytes"] == sum(slot.nbytes for slot in slots) > 0
-    out = branchline("inspect", tone, "--on", folder).out
-    assert "fits; a slot of rank 16 takes" in out
-    assert "4 of 15 linears raw" in out
-
-
-def test_an_adapter_that_takes_the_weights_of_the_base_fits(branchline, model_folder, tmp_path):
-    config = LoraConfig(
-        r=4, target_modules=["q_proj", "up_proj"], use_dora=True, task_type="CAUSAL_LM"
-    )
-    get_peft_model(LlamaForCausalLM.from_pretrained(model_folder), config).save_pretrained(tmp_path)
-    done = branchline("inspect", tmp_path, "--on", model_folder, "--json")
-    assert done.code == 0, done.err
-    fit = done.json["on"]
-    assert fit["problem"] is None
-    assert fit["digest"] is None
-    assert any("DoRA" in note and "base's weights" in note for note in fit["notes"])
-    served = package.wrap(package.load_model(model_folder))
-    served.adapters.load("tone", tmp_path)
-    live = served.adapters.live(["tone"])
-    layers = served.registry.layers
-    held = {name for name, layer in layers.items() if served.registry.branches(layer, live)}
-    assert set(fit["raw"]) == held
-    wide = LlamaConfig(vocab_size=48, hidden_size=64, intermediate_size=64, num_hidden_layers=2)
-    LlamaForCausalLM(wide).save_pretrained(tmp_path / "wide")
-    assert "is for 32 inputs" in refused(branchline("inspect", tmp_path, "--on", tmp_path / "wide"))
-
-
-def test_a_slot_costs_what_all_parts_of_an_adapter_take(branchline, model_folder, tmp_path):
-    config = LoraConfig(
-        r=4,
-        target_modules=["embed_tokens"],
-        modules_to_save=["model.norm", "o_proj"],
-        task_type="CAUSAL_LM",
-    )
-    get_peft_model(LlamaForCausalLM.from_pretrained(model_folder), config).save_pretrained(
-        tmp_path, save_embedding_layers=False
-    )
-    done = branchline("inspect", tmp_path, "--on", model_folder, "--json")
-    assert done.code == 0, done.err
-    served = package.wrap(package.load_model(model_folder))
-    served.adapters.load("parts", tmp_path)
-    # None of these parts lies in a stack that has room for other slots.
-    assert done.json["on"]["slot_nbytes"] == served.adapters.memory().device_bytes > 0
-
-
-def test_an_adapter_that_does_not_fit(branchline, tone, mixed, tmp_path):
-    line = refused(branchline("inspect", tone, "--on", mixed, "--max-lora-rank", 2))
-    assert "rank 4 but slots were sized for 2" in line
-    wide = LlamaConfig(vocab_size=48, hidden_size=64, intermediate_size=64, num_hidden_layers=2)
-    LlamaForCausalLM(wide).save_pretrained(tmp_path)
-    done = branchline("inspect", tone, "--on", tmp_path)
-    assert "is for 32 inputs but the layer has 64" in refused(done)
-    assert "does not fit" in done.out
-
-
-def test_an_adapter_that_is_not_served(branchline, model_folder, tmp_path):
-    config = HRAConfig(target_modules=["k_proj"], task_type="CAUSAL_LM")
-    get_peft_model(LlamaForCausalLM.from_pretrained(model_folder), config).save_pretrained(tmp_path)
-    done = branchline("inspect", tmp_path)
-    assert "PEFT type 'HRA' is not served" in refused(done)
-    assert "adapter HRA, " in done.out
-
-
 # --- what cannot be read
 
 
 def test_folders_that_are_neither_or_both(branchline, model_folder, sql, tmp_path):
-    assert "does not exist" in error_line(branchline("inspect", tmp_path / "none"))
-    assert "is no folder" in error_line(branchline("inspect", sql / "adapter_config.json"))
-    assert "holds neither config.json nor" in error_line(branchline("inspect", tmp_path))
+    assert "does not exist" in branchline("inspect", tmp_path / "none").error
+    file = sql / "adapter_config.json"
+    assert "is neither a folder nor a zip" in branchline("inspect", file).error
+    assert "holds neither config.json nor" in branchline("inspect", tmp_path).error
     both = shutil.copytree(sql, tmp_path / "both")
     shutil.copy(model_folder / "config.json", both)
-    assert "holds both config.json and" in error_line(branchline("inspect", both))
-
-
-def test_a_base_that_is_no_model(branchline, sql, tone):
-    assert "holds a PEFT adapter" in error_line(branchline("inspect", sql, "--on", tone))
+    assert "holds both config.json and" in branchline("inspect", both).error
 
 
 def test_files_of_weights_that_cannot_be_read(branchline, damaged):
     weights = damaged / "model.safetensors"
     weights.write_bytes(b"not a safetensors file")
-    assert "cannot be read" in error_line(branchline("inspect", damaged))
+    assert "cannot be read" in branchline("inspect", damaged).error
     weights.unlink()
-    assert "holds neither model.safetensors nor" in error_line(branchline("inspect", damaged))
-
-
-def test_flags_that_go_with_an_adapter(branchline, model_folder, sql):
-    assert "is for an adapter" in error_line(branchline("inspect", model_folder, "--on", sql))
-    assert branchline("inspect", sql, "--max-lora-rank", 8).code == 2
-    with pytest.raises(ConfigError, match="max_lora_rank"):
-        inspect_folder(model_folder, max_lora_rank=8)
+    assert "holds neither model.safetensors nor" in branchline("inspect", damaged).error
 
 
 def test_no_code_of_a_checkpoint_runs(branchline, tmp_path):
     config = {"model_type": "mine", "auto_map": {"AutoConfig": "c.Config"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "c.py").write_text("raise SystemExit('code of a checkpoint ran')")
-    assert "cannot read it" in error_line(branchline("inspect", tmp_path))
+    assert "cannot read it" in branchline("inspect", tmp_path).error

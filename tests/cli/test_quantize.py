@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,14 +15,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from branchline import Calibration, load_model
 from branchline.linear.quantized_linear import QuantizedLinear
 from branchline.serving.quantize_report import QuantizationReport
+from tests.checkpoints import contents
 
 
 def last_line(done) -> str:
     return done.err.splitlines()[-1]
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def test_json_is_all_of_stdout_and_lies_beside_the_weights(branchline, model_folder, tmp_path):

@@ -136,6 +136,7 @@ def test_dtype_enum(name, mirror):
         ("bl_shrink", native.ShrinkOutput),
         ("bl_low_rank", native.LowRank),
         ("bl_output", native.Output),
+        ("bl_magnitude", native.Magnitude),
     ],
 )
 def test_struct(name, mirror):

@@ -10,9 +10,10 @@ from torch import nn
 from branchline import wrap
 from branchline.core.errors import WrapError
 from branchline.fusion.record import Recording, record, row_layouts
+from branchline.linear.branching import RowLayout
 from branchline.linear.kernels.float import FloatLinear
 from branchline.linear.registry import LayerRegistry
-from branchline.linear.routed import RoutedLinear, RowLayout
+from branchline.linear.routed import RoutedLinear
 
 K = 16
 

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from branchline.core.errors import CalibrationError, ConfigError
+from branchline.linear.branching import RowLayout
 from branchline.linear.calibration import Calibration, Observer, calibrate
 from branchline.linear.kernels.float import FloatLinear
 from branchline.linear.registry import LayerRegistry
-from branchline.linear.routed import RoutedLinear, RowLayout
+from branchline.linear.routed import RoutedLinear
 
 K = 16
 

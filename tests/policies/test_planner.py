@@ -15,12 +15,13 @@ from branchline.core.selection import ACCEPTED, Rejection, Verdict
 from branchline.fusion.producers.base import Producer, check_rank
 from branchline.fusion.registry import ProducerRegistry
 from branchline.fusion.site import Site, SiteFacts
+from branchline.linear.branching import RowLayout
 from branchline.linear.contract import InputContract, InputScale
 from branchline.linear.kernels.emulated import EmulatedLinear
 from branchline.linear.kernels.float import FloatLinear
 from branchline.linear.quantized_weight import QuantizedWeight
 from branchline.linear.registry import Holder, Holding, LayerRegistry, SharedInput
-from branchline.linear.routed import RoutedLinear, RowLayout
+from branchline.linear.routed import RoutedLinear
 from branchline.policies.planner import Planner
 from branchline.policies.policy import make_policy
 

@@ -12,6 +12,7 @@ from torch import nn
 
 import branchline
 from branchline.core import errors
+from tests.helpers import edit_adapter
 from tests.models import build, save_adapter, token_ids
 
 IDS = token_ids(2, 7)
@@ -22,11 +23,6 @@ CALIBRATION = [token_ids(4, 12, seed=9)]
 def copy_of(llama, tmp_path):
     """A copy of the attention adapter that the test may damage."""
     return shutil.copytree(llama.folders["attn"], tmp_path / "copy")
-
-
-def edit_config(folder, **changes):
-    path = folder / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def missing(folder):
@@ -45,11 +41,11 @@ def truncated(folder):
 
 
 def other_task(folder):
-    edit_config(folder, task_type="SEQ_CLS")
+    edit_adapter(folder, task_type="SEQ_CLS")
 
 
 def other_type(folder):
-    edit_config(folder, peft_type="SHIRA")
+    edit_adapter(folder, peft_type="SHIRA")
 
 
 def nan_weights(folder):

@@ -20,6 +20,7 @@ from branchline.core.scheme import SCHEMES
 from branchline.linear.quantized_linear import QuantizedLinear
 from branchline.serving import quantize_checkpoint
 from branchline.serving.quantize_format import quantization_config
+from tests.helpers import edit_json
 from tests.models import build, token_ids
 
 UP = "model.layers.0.mlp.up_proj"
@@ -59,12 +60,6 @@ def edit(folder: Path, **changes: torch.Tensor | None) -> None:
         if tensor is not None:
             tensors[name] = tensor
     save_file(tensors, file, {"format": "pt"})
-
-
-def edit_config(folder: Path, **changes: object) -> None:
-    file = folder / "config.json"
-    document = {**json.loads(file.read_text()), **changes}
-    file.write_text(json.dumps({k: v for k, v in document.items() if v is not None}))
 
 
 def part(name: str) -> str:
@@ -132,7 +127,7 @@ def test_the_dtype_is_of_what_is_not_quantised(quantized):
 
 
 def test_without_a_dtype_in_the_config_the_float_weights_say_it(folder):
-    edit_config(folder, dtype=None)
+    edit_json(folder / "config.json", {"dtype": None})
     assert branchline.load_model(folder).dtype == torch.bfloat16
     edit(folder, model__norm__weight=torch.ones(64))
     with pytest.raises(CheckpointError, match="names no dtype"):
@@ -157,7 +152,7 @@ def test_a_checkpoint_of_the_model_without_its_head(tmp_path):
     ignored = "layers.0.mlp.up_proj"
     settings = {"scheme": "fp8-dynamic", "ignore": (ignored,)}
     quantize_checkpoint(tmp_path / "base", tmp_path / "out", **settings)
-    edit_config(tmp_path / "out", architectures=["LlamaForCausalLM"])
+    edit_json(tmp_path / "out" / "config.json", {"architectures": ["LlamaForCausalLM"]})
     model = branchline.load_model(tmp_path / "out")
     assert type(model) is LlamaForCausalLM
     assert f"model.{ignored}" not in quantized_linears(model)
@@ -212,7 +207,7 @@ def test_damage_is_named(folder, changes, error, said):
 
 def test_a_quantised_head_that_the_config_ties(plain, tmp_path):
     quantize_checkpoint(plain, tmp_path / "out", scheme="fp8-dynamic", quantize_lm_head=True)
-    edit_config(tmp_path / "out", tie_word_embeddings=True)
+    edit_json(tmp_path / "out" / "config.json", {"tie_word_embeddings": True})
     with pytest.raises(CheckpointError, match="lm_head: is quantised, but the config ties"):
         branchline.load_model(tmp_path / "out")
 
@@ -231,7 +226,7 @@ def test_a_file_that_is_cut_short(folder):
 
 
 def test_codes_without_metadata_are_not_cast_away(folder):
-    edit_config(folder, quantization_config=None)
+    edit_json(folder / "config.json", {"quantization_config": None})
     edit(folder, **dict.fromkeys(scales(folder)))
     with pytest.raises(CheckpointError, match="nothing says how it is quantised"):
         branchline.load_model(folder)
@@ -304,8 +299,9 @@ def big_checkpoint(folder: Path) -> int:
         json.dumps({"metadata": {}, "weight_map": where})
     )
     config.save_pretrained(folder)
-    edit_config(
-        folder, quantization_config=quantization_config(SCHEMES["fp8-dynamic"], ["lm_head"])
+    edit_json(
+        folder / "config.json",
+        {"quantization_config": quantization_config(SCHEMES["fp8-dynamic"], ["lm_head"])},
     )
     return sum(tensor.nbytes for shard in shards for tensor in shard.values())
 

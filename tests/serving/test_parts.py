@@ -10,8 +10,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import branchline
 from branchline.fusion import Route
+from tests.helpers import same_bytes
 from tests.models import build, token_ids
-from tests.parts import ADAPTERS, QUERY, ROW_LENGTH, defined, same_bytes, served
+from tests.parts import ADAPTERS, QUERY, ROW_LENGTH, defined, served
 from tests.reference import fake_quantized
 
 BATCHES = [

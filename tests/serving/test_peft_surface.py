@@ -307,6 +307,29 @@ def test_rows_and_names_override_the_active_adapter(served):
     assert all(info.batches == 0 for info in served.adapters.list())
 
 
+def test_disable_adapter_is_for_the_wrapped_model_too(served):
+    expected = served(IDS, adapter_names=["mlp"] * 3).logits
+    base = served(IDS).logits
+    with torch.no_grad(), served.adapters.rows(["mlp"] * 3):
+        assert torch.equal(served.model(IDS).logits, expected)
+        with served.disable_adapter():
+            assert torch.equal(served.model(IDS).logits, base)
+            assert torch.equal(served.get_base_model()(IDS[:1]).logits, served(IDS[:1]).logits)
+            with served.disable_adapter():
+                assert torch.equal(served.model(IDS).logits, base)
+            assert torch.equal(served.model(IDS).logits, base)
+        assert torch.equal(served.model(IDS).logits, expected)
+        with pytest.raises(KeyError), served.disable_adapter():
+            raise KeyError
+        assert torch.equal(served.model(IDS).logits, expected)
+    with torch.no_grad(), served.disable_adapter(), served.adapters.rows(["mlp"] * 3):
+        assert torch.equal(served.model(IDS).logits, base)
+        assert torch.equal(served(IDS).logits, base)
+    with torch.no_grad(), served.adapters.rows(["mlp"] * 3):
+        assert torch.equal(served.model(IDS).logits, expected)
+    assert all(info.batches == 0 for info in served.adapters.list())
+
+
 def test_rows_that_nobody_can_count(served):
     served.set_adapter("attn")
     with pytest.raises(BatchError, match="rows could be counted"):

@@ -17,8 +17,8 @@ from transformers import AutoModelForSequenceClassification
 
 import branchline
 from branchline.adapters.tuners import TUNERS
+from tests.helpers import same_bytes
 from tests.models import CONFIGS, build, token_ids
-from tests.parts import same_bytes
 from tests.peft_types import CASES, FAMILIES, NAMES, UNMADE, made_for, make
 from tests.reference import fake_quantized, with_adapters
 

@@ -22,6 +22,7 @@ from branchline.linear.quantizers import quantize_input
 from branchline.serving.load import load_model
 from branchline.serving.quantize_report import QuantizationReport
 from tests.checkpoints import CALIBRATED, PROMPTS, WideModels, build_wide, linears_of, quantize
+from tests.helpers import same_bytes
 from tests.models import CONFIGS, token_ids
 
 FAMILIES = ("gemma3", "llama", "nemotron", "phi3", "qwen3")
@@ -35,10 +36,6 @@ def sources(tmp_path_factory) -> WideModels:
 @pytest.fixture
 def llama(sources) -> tuple[nn.Module, Path]:
     return sources("llama")
-
-
-def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def assert_same_weight(read: QuantizedWeight, made: QuantizedWeight) -> None:

@@ -10,8 +10,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from branchline.adapters.lowering.base import BaseLinear
-from branchline.adapters.parts_reference import apply_parts
 from branchline.adapters.weights import LayerWeights
+from tests.parts_reference import apply_parts
 
 NAME = "net.proj"
 

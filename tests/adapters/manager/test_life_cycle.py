@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from branchline.adapters.sources import LocalSource
-from branchline.adapters.version import State, Tier
+from branchline.adapters.version import AdapterState, Tier
 from branchline.core.errors import (
     AdapterBrokenError,
     AdapterBusyError,
@@ -34,7 +34,7 @@ def test_loading_more_than_there_are_slots(world, adapter):
     for name in "edcba":
         assert torch.equal(w.answer(name), answers[name])
     assert torch.equal(w.answer(), base)
-    assert all(info.state is State.READY and info.hits == 2 for info in w.manager.list())
+    assert all(info.state is AdapterState.READY and info.hits == 2 for info in w.manager.list())
 
 
 def test_the_listing(world, adapter):
@@ -42,13 +42,18 @@ def test_the_listing(world, adapter):
     w.manager.register("later", adapter("later"))
     info = w.manager.info("later")
     assert (info.state, info.digest, info.tier, info.modules) == (
-        State.REGISTERED,
+        AdapterState.REGISTERED,
         "",
         Tier.DISK,
         0,
     )
     first = w.manager.load("a", adapter("a", rank=3))
-    assert (first.state, first.tier, first.rank, first.modules) == (State.READY, Tier.DEVICE, 3, 2)
+    assert (first.state, first.tier, first.rank, first.modules) == (
+        AdapterState.READY,
+        Tier.DEVICE,
+        3,
+        2,
+    )
     assert first.last_use is None
     before = time.time()
     w.answer("a", None, "a")
@@ -119,7 +124,7 @@ def test_batches_finish_on_the_version_they_began_with(world, adapter):
         w.manager.swap("a", adapter("b"))
         assert torch.equal(w.forward(), old)
         (drained,) = w.manager.draining()
-        assert (drained.name, drained.state, drained.batches) == ("a", State.DRAINING, 1)
+        assert (drained.name, drained.state, drained.batches) == ("a", AdapterState.DRAINING, 1)
         with w.manager.rows_of_call(["a"]):
             assert not torch.equal(w.forward(), old)
         w.manager.unload("a")
@@ -218,9 +223,9 @@ def test_a_registered_adapter_that_cannot_be_read_is_broken(world, adapter):
     with pytest.raises(AdapterBrokenError, match="safetensors"):
         w.answer("a", "a")
     info = w.manager.info("a")
-    assert info.state is State.BROKEN
+    assert info.state is AdapterState.BROKEN
     assert "safetensors" in info.reason
-    assert w.manager.reload("a").state is State.READY
+    assert w.manager.reload("a").state is AdapterState.READY
     assert not torch.equal(w.answer("a"), w.answer())
 
 
@@ -230,10 +235,10 @@ def test_broken_adapters_are_forgotten_by_unload_and_mended_by_swap(world, adapt
         w.manager.register(name, tmp_path / "nothing")
         with pytest.raises(AdapterNotFoundError):
             w.answer(name)
-        assert w.manager.info(name).state is State.BROKEN
+        assert w.manager.info(name).state is AdapterState.BROKEN
     w.manager.unload("a")
     w.manager.swap("b", adapter("b"))
-    assert [info.state for info in w.manager.list()] == [State.READY]
+    assert [info.state for info in w.manager.list()] == [AdapterState.READY]
     w.answer("b")
 
 
@@ -318,7 +323,7 @@ def test_an_adapter_whose_source_is_gone_breaks_alone(world, adapter):
     shutil.rmtree(folders["a"])
     with pytest.raises(AdapterBrokenError, match=r"'a'.*no such"):
         w.answer("a", "b")
-    assert w.manager.info("a").state is State.BROKEN
+    assert w.manager.info("a").state is AdapterState.BROKEN
     assert torch.equal(w.answer("b"), answers["b"])
     assert all(info.batches == 0 for info in w.manager.list())
     adapter("a")

@@ -12,6 +12,7 @@ from branchline.core.errors import ConfigError
 from branchline.core.oracle import ACTIVATIONS, ActivationSemantics, NormSemantics, activate
 from branchline.core.oracle.activation import define_custom, unary_table
 from tests.core.oracle.formats import DTYPES, INF, NAN, f32, round_bf16, spread
+from tests.helpers import every_encoding
 
 # --- activations -------------------------------------------------------------------------------
 
@@ -120,10 +121,6 @@ def test_semantics_print_as_registry_names():
 # --- one definition wherever an element lies ----------------------------------------------------
 
 
-def encodings(dtype: torch.dtype) -> torch.Tensor:
-    return torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype)
-
-
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     equal = a.contiguous().view(torch.int16) == b.contiguous().view(torch.int16)
     return bool((equal | (a.isnan() & b.isnan())).all())
@@ -141,7 +138,7 @@ def arrangements(x: torch.Tensor):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_bytes_do_not_depend_on_the_place(name, dtype):
     # torch's own GELU gives some encodings other bytes in strided and in short tensors.
-    x = encodings(dtype)
+    x = every_encoding(dtype)
     semantics = ActivationSemantics(name, gated=False)
     whole = activate(semantics, x)
     for moved, back in arrangements(x):
@@ -195,7 +192,7 @@ def test_a_multiplier_is_rounded_before_the_limit_and_the_activation(name, dtype
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_custom_activation_is_its_table(dtype):
-    table = torch.nn.functional.mish(encodings(dtype))
+    table = torch.nn.functional.mish(every_encoding(dtype))
     name = define_custom(table)
     gate = spread(7, 33, dtype=dtype, seed=3)[:, ::2]
     out = activate(ActivationSemantics(name, gated=False), gate)
@@ -203,7 +200,7 @@ def test_a_custom_activation_is_its_table(dtype):
 
 
 def test_the_same_table_has_the_same_name_and_another_one_another():
-    x = encodings(torch.bfloat16)
+    x = every_encoding(torch.bfloat16)
     name = define_custom(x)
     assert define_custom(x.clone()) == name
     assert define_custom(-x) != name
@@ -212,7 +209,7 @@ def test_the_same_table_has_the_same_name_and_another_one_another():
 
 
 def test_a_defined_table_does_not_change_with_the_tensor_it_was_made_from():
-    values = encodings(torch.bfloat16).clone()
+    values = every_encoding(torch.bfloat16).clone()
     name = define_custom(values)
     values.zero_()
     x = torch.ones(3, dtype=torch.bfloat16)
@@ -220,17 +217,17 @@ def test_a_defined_table_does_not_change_with_the_tensor_it_was_made_from():
 
 
 def test_the_limit_of_a_custom_activation_is_that_of_up_alone():
-    name = define_custom(encodings(torch.bfloat16))
+    name = define_custom(every_encoding(torch.bfloat16))
     gate, up = spread(9, 33, seed=1), spread(9, 33, seed=2)
     out = activate(ActivationSemantics(name, True, 7.0), gate, up)
     expected = (gate.float() * up.clamp(-7, 7).float()).bfloat16()
     assert same(out, expected)
     table = unary_table(ActivationSemantics(name, True, 7.0), torch.bfloat16, torch.device("cpu"))
-    assert same(table, encodings(torch.bfloat16))
+    assert same(table, every_encoding(torch.bfloat16))
 
 
 def test_what_a_custom_table_holds_already_is_no_parameter():
-    name = define_custom(encodings(torch.bfloat16))
+    name = define_custom(every_encoding(torch.bfloat16))
     with pytest.raises(ConfigError, match="multiplier"):
         ActivationSemantics(name, True, None, 0.5)
     with pytest.raises(ConfigError, match="limit"):
@@ -239,7 +236,7 @@ def test_what_a_custom_table_holds_already_is_no_parameter():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_a_custom_activation_is_refused_for_another_dtype(dtype):
-    semantics = ActivationSemantics(define_custom(encodings(torch.bfloat16)), gated=False)
+    semantics = ActivationSemantics(define_custom(every_encoding(torch.bfloat16)), gated=False)
     with pytest.raises(ConfigError, match="bfloat16"):
         activate(semantics, torch.ones(3, dtype=dtype))
 

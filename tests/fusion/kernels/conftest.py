@@ -16,6 +16,7 @@ from branchline.fusion.producers.base import Emission, Produced
 from branchline.fusion.producers.eager import EAGER
 from branchline.fusion.producers.norm import TritonNorm
 from branchline.linear.contract import InputContract, InputScale
+from tests.helpers import every_encoding
 
 _UNWRITTEN = 0xFF  # a NaN in every dtype that a kernel writes
 
@@ -113,7 +114,7 @@ def random():
 @pytest.fixture(scope="session")
 def encodings():
     """All 65,536 bfloat16 values, NaNs of every payload included."""
-    return torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    return every_encoding()
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from branchline.fusion.registry import REGISTRY
 from branchline.linear import native as native_calls
 from branchline.linear import outputs
 from branchline.linear.contract import InputContract, InputScale
+from tests.helpers import every_encoding
 
 #: Those this processor has; a machine without the library fails here, for it has no compiler.
 ISAS = ("scalar", "avx2", "avx512")[: native.load().functions.bl_best_isa() + 1]
@@ -143,7 +144,7 @@ def _nan_filled_outputs(monkeypatch):
 @pytest.fixture(scope="session")
 def encodings():
     """All 65,536 bfloat16 values, NaNs of every payload included."""
-    return torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    return every_encoding()
 
 
 @pytest.fixture(params=KEYS, ids=str)

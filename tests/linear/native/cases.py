@@ -80,10 +80,6 @@ def random(*shape: int, seed: int = 0, size: float = 4.0) -> torch.Tensor:
     return (torch.randn(shape, generator=generator) * size).to(BF16)
 
 
-def encodings() -> torch.Tensor:
-    return torch.arange(65536, dtype=torch.int32).to(torch.int16).view(BF16)
-
-
 def shuffled(x: torch.Tensor, seed: int) -> torch.Tensor:
     return x[torch.randperm(x.numel(), generator=torch.Generator().manual_seed(seed))]
 

@@ -20,6 +20,7 @@ from branchline.core.quant_key import (
 from branchline.linear import native
 from branchline.linear.contract import InputContract, InputScale
 from branchline.linear.outputs import RawRequest, new_outputs
+from tests.helpers import every_encoding
 from tests.linear.native.cases import (
     ALL_KEYS,
     BF16,
@@ -39,7 +40,6 @@ from tests.linear.native.cases import (
     check_norm,
     contract,
     each_isa,
-    encodings,
     norm_inputs,
     random,
     raw_bits,
@@ -54,9 +54,9 @@ from tests.linear.native.cases import (
 def test_all_encodings(name):
     """Rows of neighbours, then rows that mix all magnitudes."""
     semantics = ActivationSemantics(name, gated=False)
-    check_activation(semantics, (encodings().view(512, 128),), KEYS)
+    check_activation(semantics, (every_encoding().view(512, 128),), KEYS)
     every = ALL_KEYS if name == "identity" else KEYS
-    check_activation(semantics, (shuffled(encodings(), 1).view(512, 128),), every)
+    check_activation(semantics, (shuffled(every_encoding(), 1).view(512, 128),), every)
 
 
 @pytest.mark.parametrize("scale", [2.0**-40, 1.3e-3, 1.0, 3.7, 449.3, 1e20])
@@ -64,7 +64,7 @@ def test_all_encodings_at_other_scales(scale):
     keys = (FP8_STATIC_TENSOR,)
     for name in UNARY:
         semantics = ActivationSemantics(name, gated=False)
-        check_activation(semantics, (encodings().view(256, 256),), keys, scale)
+        check_activation(semantics, (every_encoding().view(256, 256),), keys, scale)
 
 
 @pytest.mark.parametrize("least", [0, 1 << 40])
@@ -75,9 +75,9 @@ def test_with_and_without_a_table_of_codes(monkeypatch, name, least):
     semantics, given = ActivationSemantics(name, gated=False), contract(FP8_STATIC_TENSOR)
     padded = replace(FP8_STATIC_TENSOR, row_multiple=4)
     for columns in WIDTHS:
-        x = shuffled(encodings(), columns)[: 3 * columns].view(3, -1)
+        x = shuffled(every_encoding(), columns)[: 3 * columns].view(3, -1)
         check_activation(semantics, (x,), (FP8_STATIC_TENSOR, padded))
-    x = shuffled(encodings(), 5).view(256, 256)
+    x = shuffled(every_encoding(), 5).view(256, 256)
     check_activation(semantics, (x,), (FP8_STATIC_TENSOR,))
     check_activation(semantics, (strided(x),), (FP8_STATIC_TENSOR,))
     raw = oracle.activate(semantics, x)
@@ -122,9 +122,13 @@ def test_gated(semantics):
     ordinary = random(512, 128)
     static, token, *_, nvfp4 = KEYS
     for gate, up, keys in (
-        (encodings().view(512, 128), ordinary, (static, token)),
-        (ordinary, encodings().view(512, 128), (static, nvfp4)),
-        (shuffled(encodings(), 2).view(512, 128), shuffled(encodings(), 3).view(512, 128), KEYS),
+        (every_encoding().view(512, 128), ordinary, (static, token)),
+        (ordinary, every_encoding().view(512, 128), (static, nvfp4)),
+        (
+            shuffled(every_encoding(), 2).view(512, 128),
+            shuffled(every_encoding(), 3).view(512, 128),
+            KEYS,
+        ),
     ):
         check_activation(semantics, (gate, up), keys)
 
@@ -184,7 +188,7 @@ def test_special_values():
 
 def test_extreme_global_scales():
     """Block scales that saturate, and their products that over- and underflow."""
-    x = torch.cat([shuffled(encodings(), 4).view(-1, 64), random(8, 64)])
+    x = torch.cat([shuffled(every_encoding(), 4).view(-1, 64), random(8, 64)])
     for number in (1e-38, 1e-20, 1.0, 1e20, 3e38):
         given = InputContract(NVFP4, None, InputScale.checked(number, "test"))
         expected = Expected(x, given)
@@ -219,7 +223,9 @@ def test_norm_magnitudes(semantics):
     x[3, 5], x[4, 5], x[5] = torch.inf, torch.nan, 3.0
     x[6] = 1000.0 + random(1, 128)[0]
     check_norm(semantics, norm_inputs(semantics, x), KEYS)
-    check_norm(semantics, norm_inputs(semantics, encodings().view(512, 128)), (KEYS[0], KEYS[1]))
+    check_norm(
+        semantics, norm_inputs(semantics, every_encoding().view(512, 128)), (KEYS[0], KEYS[1])
+    )
 
 
 # --- decoding -----------------------------------------------------------------------------------

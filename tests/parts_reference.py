@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from .weights import LayerWeights, RotationFactor
+from branchline.adapters.lowering.base import Effect
+from branchline.adapters.weights import LayerWeights, RotationFactor
 
 
 def apply_parts(
@@ -58,3 +59,10 @@ def transformed_output(y: torch.Tensor, parts: LayerWeights) -> torch.Tensor:
     for factor in parts.output_rotation:
         y = rotated(y, factor)
     return y
+
+
+def effect_of(weights: LayerWeights) -> Effect:
+    """The effect of parts: never BYPASS or EDIT, which parts do not express."""
+    if weights.changes_input:
+        return Effect.INPUT
+    return Effect.RAW if weights.reads_raw else Effect.OUTPUT
