@@ -281,6 +281,8 @@ def _lowered_findings(parts: Mapping[str, AnyWeights], stored: Iterable[int]) ->
         for part, tensor in part_tensors(weights)
         if tensor.data_ptr() not in known and tensor.is_floating_point()
     }
+    if not made:
+        return []
     return [
         damaged(f"{what} is not finite, computed from finite tensors", "train the adapter again")
         for what, largest in zip(made, magnitudes(tuple(made.values())), strict=True)

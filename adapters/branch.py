@@ -98,6 +98,7 @@ class LayerBranch:
         """Fill a slot; nothing of what was there before is left."""
         if weights.low_rank is None:
             self.clear(slot)
+            self._mark(slot, plain=False, shrinks=False)
         else:
             # Writing matrices overwrites what was there.
             self._clear_others(slot)
@@ -124,7 +125,6 @@ class LayerBranch:
         """Empty a slot."""
         if self._low_rank is not None:
             self._low_rank.clear(slot)
-        self._mark(slot, plain=False, shrinks=False)
         self._clear_others(slot)
 
     def _mark(self, slot: int, *, plain: bool, shrinks: bool) -> None:

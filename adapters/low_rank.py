@@ -67,6 +67,10 @@ class LowRankSlots:
         self.fallbacks: Counter[str] = Counter()
         self._eager = EagerLowRank(stack)
         self._starts = slots.starts
+        # Of one number, an array is written many times quicker than a tensor.
+        on_cpu = device.type == "cpu"
+        self._scaling = self.scaling.numpy() if on_cpu else self.scaling
+        self._ranks = self.ranks.numpy() if on_cpu else self.ranks
 
     @property
     def nbytes(self) -> int:
@@ -76,14 +80,14 @@ class LowRankSlots:
     def write(self, slot: int, weights: LowRank) -> None:
         """Fill a slot; rows beyond the rank are read by nobody."""
         rank, start = weights.rank, self._starts[slot]
-        self.a[start : start + rank].copy_(weights.a)
-        self.b[start : start + rank].copy_(weights.b.mT)
-        self.scaling[slot] = weights.scaling
-        self.ranks[slot] = rank
+        self.a.narrow(0, start, rank).copy_(weights.a)
+        self.b.narrow(0, start, rank).copy_(weights.b.mT)
+        self._scaling[slot] = weights.scaling
+        self._ranks[slot] = rank
 
     def clear(self, slot: int) -> None:
         """Empty a slot: what lies there has no rank, and is read by nobody."""
-        self.ranks[slot] = 0
+        self._ranks[slot] = 0
 
     def shrink_request(self, slots: torch.Tensor, rank: int) -> Shrink:
         """What shrinks the raw activation for rows of `slots` (int32 (R,), -1 for none)."""

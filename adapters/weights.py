@@ -26,8 +26,36 @@ from blake3 import blake3
 from ..linear.parts import CHANGES_INPUT, READS_RAW, Part
 
 
+class _Flat:
+    """A value of this module, whose parts are listed once."""
+
+    @cached_property
+    def flat(self) -> tuple[tuple[str, torch.Tensor | float], ...]:
+        """Tensors and numbers below it, by their path in it ("low_rank.a")."""
+        found: list[tuple[str, torch.Tensor | float]] = []
+        for name in _field_names(type(self)):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if isinstance(value, tuple):
+                below = [(f"{name}.{index}", factor) for index, factor in enumerate(value)]
+            elif isinstance(value, torch.Tensor | float | int):
+                found.append((name, value))
+                continue
+            else:
+                below = [(name, value)]
+            for path, part in below:
+                found += [(f"{path}.{end}", own) for end, own in part.flat]
+        return tuple(found)
+
+
+@lru_cache(maxsize=16)
+def _field_names(kind: Any) -> tuple[str, ...]:
+    return tuple(item.name for item in fields(kind))
+
+
 @dataclass(frozen=True, eq=False)
-class LowRank:
+class LowRank(_Flat):
     """`scaling * (x @ a.T) @ b.T`.
 
     Args:
@@ -47,7 +75,7 @@ class LowRank:
 
 
 @dataclass(frozen=True, eq=False)
-class RotationFactor:
+class RotationFactor(_Flat):
     """`x[..., order]` (as it is, where None), cut into blocks of b, each times its own matrix.
 
     Args:
@@ -60,7 +88,7 @@ class RotationFactor:
 
 
 @dataclass(frozen=True, eq=False)
-class LayerWeights:
+class LayerWeights(_Flat):
     """The parts of one adapter on one linear of K inputs and N outputs; see the module.
 
     Args:
@@ -127,7 +155,7 @@ _LAYER_PARTS = (
 
 
 @dataclass(frozen=True, eq=False)
-class EmbeddingWeights:
+class EmbeddingWeights(_Flat):
     """The parts of one adapter on one embedding of V tokens and D columns.
 
     For a token t: `row(t) + scaling * (a[:, t] @ b.T)`, with `row(t)` from `tokens` where t is one
@@ -147,7 +175,7 @@ class EmbeddingWeights:
 
 
 @dataclass(frozen=True, eq=False)
-class NormWeights:
+class NormWeights(_Flat):
     """One adapter's own weights of one norm of K columns.
 
     Args:
@@ -255,7 +283,7 @@ def content_digest(*groups: Mapping[str, AnyWeights], invocation: tuple[int, ...
     for name in sorted(modules):
         # repr keeps apart names that contain a separator; hex keeps every bit of a number.
         text = f"{name!r} {type(modules[name]).__name__}\n"
-        for part, value in _parts(modules[name]):
+        for part, value in modules[name].flat:
             if isinstance(value, torch.Tensor):
                 digest.update(f"{text}{part} {value.dtype} {tuple(value.shape)}\n".encode())
                 digest.update(tensor_bytes(value))
@@ -268,30 +296,9 @@ def content_digest(*groups: Mapping[str, AnyWeights], invocation: tuple[int, ...
     return digest.hexdigest()
 
 
-def _parts(weights: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor | float]]:
-    """Tensors and numbers below a value of this module, by their path in it."""
-    for name in _field_names(type(weights)):
-        value = getattr(weights, name)
-        # Most are absent, and there are thousands of modules in a large adapter.
-        if value is None:
-            continue
-        if isinstance(value, tuple):
-            for index, factor in enumerate(value):
-                yield from _parts(factor, f"{prefix}{name}.{index}.")
-        elif isinstance(value, torch.Tensor | float | int):
-            yield f"{prefix}{name}", value
-        else:
-            yield from _parts(value, f"{prefix}{name}.")
-
-
-@lru_cache(maxsize=16)
-def _field_names(kind: Any) -> tuple[str, ...]:
-    return tuple(item.name for item in fields(kind))
-
-
 def part_tensors(weights: AnyWeights) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of one module's parts, by their path in it ("low_rank.a")."""
-    for part, value in _parts(weights):
+    for part, value in weights.flat:
         if isinstance(value, torch.Tensor):
             yield part, value
 

@@ -90,7 +90,7 @@ def test_an_archive_of_tensors_is_read_as_the_safetensors_file_is(plain, base):
     assert weights.digest == expected
     # What was read owns its memory: the file may change.
     (plain / "adapter_model.bin").write_bytes(b"")
-    assert all(torch.isfinite(tensor).all() for tensor in weights.tensors())
+    assert all(torch.isfinite(tensor).all() for tensor in weights.tensors)
 
 
 class Intruder:

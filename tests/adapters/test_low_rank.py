@@ -63,24 +63,28 @@ def test_each_row_takes_its_own_slot():
     torch.testing.assert_close(out + delta, found, rtol=1e-5, atol=1e-5)
 
 
-def test_writing_and_clearing_touch_the_own_rank_only():
-    held = pools()
+def test_what_a_slot_held_before_is_read_by_nobody():
+    """Neither what was written, nor what lies beyond the rank; and no address changes."""
+    held, fresh = pools(), pools()
     addresses = held.a.data_ptr(), held.b.data_ptr()
     held.write(2, weights(8))
-    held.a[16:] = held.b[16:] = torch.nan  # the slot's rows that rank 8 does not reach
-    held.write(2, weights(5, seed=3))
-    assert (held.a[13:16] == 0).all()
-    assert (held.b[13:16] == 0).all(), "what was there before is left"
+    held.a.fill_(torch.nan)
+    held.b.fill_(torch.nan)
+    for pool in (held, fresh):
+        pool.write(2, weights(5, seed=3))
     assert int(held.ranks[2]) == 5
+    columns, channels = held.a.shape[1], held.b.shape[1]
+    x, out = random(6, columns), random(6, channels, seed=1)
+    slots = torch.tensor([2, -1, 2], dtype=torch.int32)
+    found, wanted = (
+        pool.add(out.clone(), BranchInput(x, "q_proj"), slots) for pool in (held, fresh)
+    )
+    assert torch.equal(found, wanted)
     held.clear(2)
-    assert (held.a[:16] == 0).all()
-    assert (held.b[:16] == 0).all()
-    assert held.a[16:].isnan().all()
     assert int(held.ranks[2]) == 0
+    assert torch.equal(held.add(out.clone(), BranchInput(x, "q_proj"), slots), out)
     assert addresses == (held.a.data_ptr(), held.b.data_ptr())
-    x, out = random(2, 48), random(2, 40, seed=1)
-    empty = held.add(out.clone(), BranchInput(x, "q_proj"), slots_of(2, -1))
-    assert torch.equal(empty, out)
+
 
 
 def test_absorbed_rows_give_the_bytes_of_raw_ones():

@@ -76,7 +76,7 @@ class World:
     def tensors(self) -> list[torch.Tensor]:
         """Every tensor that host memory holds."""
         versions = self.manager._store._by_digest.values()
-        return [t for v in versions if v.weights is not None for t in v.weights.tensors()]
+        return [t for v in versions if v.weights is not None for t in v.weights.tensors]
 
     def slot_of(self, name: str) -> int | None:
         return self.manager.info(name).slot

@@ -138,7 +138,7 @@ def test_a_failed_emptying_is_made_up_for(world, adapter, monkeypatch, caplog):
     for name in ("one", "two", "a"):
         w.manager.unload(name)
     for layer in w.registry:
-        assert not layer.branch.low_rank.a.any()
+        assert not layer.branch.low_rank.ranks.any()
 
 
 def test_a_listener_that_fails_stops_nothing(world, adapter, caplog):

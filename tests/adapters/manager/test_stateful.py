@@ -55,7 +55,7 @@ def assert_empty(w: World) -> None:
     assert len(w.registry.branches(next(iter(w.registry)))) == 0
     for layer in w.registry:
         if layer.branch is not None:
-            assert not layer.branch.low_rank.a.any()
+            assert not layer.branch.low_rank.ranks.any()
     assert torch.equal(w.answer(), expected()[0])
 
 

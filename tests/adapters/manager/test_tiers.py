@@ -284,7 +284,7 @@ def test_other_layers_of_a_reused_slot_are_left_alone(world, adapter):
     assert torch.equal(one[:, :8], base[:, :8])
     assert not torch.equal(one[:, 8:], base[:, 8:])
     first = w.registry.layers["model.first"].branch
-    assert not first.low_rank.a.any()
+    assert not first.low_rank.ranks.any()
     assert torch.equal(w.answer("both"), both)
 
 
