@@ -20,6 +20,9 @@ from .store import VersionStore
 from .version import Version
 
 _KEPT = 256
+# Asked for every batch: whether names are no list at all, and what spares the question.
+_NO_LISTS = (str, Mapping, Mixture)
+_USUAL = (list, tuple)
 
 #: What one row may take.
 RowName = str | Mixture | Mapping[str, float] | None
@@ -230,7 +233,7 @@ class RowsBlock:
 
 def _hashable(names: Sequence[RowName]) -> Names:
     """The names as a key; one that stands for nothing where they are none."""
-    if isinstance(names, str | Mapping | Mixture):
+    if type(names) not in _USUAL and isinstance(names, _NO_LISTS):
         return ()
     key: tuple[Any, ...] = tuple(names)
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks.adapters import lora
+from benchmarks.adapters import loading, lora
 from benchmarks.linear import decode, matmul
 from benchmarks.producers import activation, norm, routes
 from branchline.core import native
@@ -23,7 +23,7 @@ def main() -> None:
         return
     print(f"C kernels on {library.isa}")
     # Those that need whole models take minutes, however few their repetitions.
-    models = () if short else (decode, lora)
+    models = () if short else (decode, lora, loading)
     for module in (activation, norm, routes, matmul, *models):
         module.run(short)
 

@@ -118,7 +118,8 @@ class BatchMemo:
     together: dict[int, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, eq=False)
+# Not frozen, though nobody changes it: there is one for every step, and that would double its time.
+@dataclass(eq=False)
 class Batch:
     """One batch of one model.
 

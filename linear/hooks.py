@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from torch.nn.modules import module as torch_module
 
 _ATTRIBUTES = ("_forward_hooks", "_forward_pre_hooks")
 # A hook's options lie in tables beside, and its handle refers to all of them.
@@ -131,10 +132,9 @@ def hook_names(module: nn.Module) -> tuple[str, ...]:
 
 def global_hook_names() -> tuple[str, ...]:
     """Names of the forward (pre-)hooks that torch runs on every module."""
-    from torch.nn.modules import module as torch_module
-
-    hooks = [
-        *torch_module._global_forward_hooks.values(),
-        *torch_module._global_forward_pre_hooks.values(),
-    ]
+    after, before = torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
+    # Asked at the beginning of every batch, and there are hardly ever any.
+    if not after and not before:
+        return ()
+    hooks = [*after.values(), *before.values()]
     return tuple(getattr(hook, "__qualname__", type(hook).__qualname__) for hook in hooks)

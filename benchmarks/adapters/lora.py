@@ -1,7 +1,8 @@
 """LoRA adapters in one batch, against our own base forward and against PEFT, in one run.
 
 ``python -m benchmarks.adapters.lora [--short]``: a random Llama in float32, unquantised, so that
-both sides do the same arithmetic; what is compared is the cost of the adapters alone.
+both sides do the same arithmetic; what is compared is the cost of the adapters alone.  `loading`
+compares how adapters come and go.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ import branchline
 from benchmarks.harness import say
 
 LORAS, RANK, ROWS, PROMPT = 16, 16, 16, 128
-_NAMES = [f"adapter{index}" for index in range(LORAS)]
+NAMES = [f"adapter{index}" for index in range(LORAS)]
 
 
-def _model() -> LlamaForCausalLM:
+def model() -> LlamaForCausalLM:
+    """The base, always the same."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=512,
@@ -38,17 +40,23 @@ def _model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-def _save_adapters(folder: Path) -> None:
-    model = get_peft_model(
-        _model(),
+def save_adapters(folder: Path, names: Sequence[str]) -> None:
+    """Save random adapters under these names, as PEFT does.
+
+    Args:
+        folder: to hold a folder for each.
+        names: of the adapters.
+    """
+    peft_model = get_peft_model(
+        model(),
         LoraConfig(r=RANK, lora_alpha=RANK, target_modules="all-linear", init_lora_weights=False),
     )
-    for index, name in enumerate(_NAMES):
+    for index, name in enumerate(names):
         torch.manual_seed(index)
-        for key, parameter in model.named_parameters():
+        for key, parameter in peft_model.named_parameters():
             if "lora_" in key:
                 torch.nn.init.normal_(parameter, std=0.02)
-        model.save_pretrained(folder / name)
+        peft_model.save_pretrained(folder / name)
 
 
 class Contest:
@@ -61,17 +69,17 @@ class Contest:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.ours = branchline.wrap(
-            _model(),
+            model(),
             quant="none",
             lora_dtype="float32",
             max_loras=LORAS,
             max_lora_rank=RANK,
         )
-        self.theirs = PeftModel.from_pretrained(_model(), folder / _NAMES[0], _NAMES[0])
-        for name in _NAMES[1:]:
+        self.theirs = PeftModel.from_pretrained(model(), folder / NAMES[0], NAMES[0])
+        for name in NAMES[1:]:
             self.theirs.load_adapter(folder / name, name)
         self.theirs.eval()
-        for name in _NAMES:
+        for name in NAMES:
             self.ours.adapters.load(name, folder / name)
 
     def run_ours(self, ids: torch.Tensor, names: Sequence[str | None]) -> Callable[[], object]:
@@ -103,41 +111,50 @@ class Contest:
         return run
 
 
-def _measure(functions: Sequence[Callable[[], object]], rounds: int) -> list[list[float]]:
-    """CPU seconds of each, in turn: a busy machine delays a process, it does not make it work."""
+def measure(
+    functions: Sequence[Callable[[], object]],
+    rounds: int,
+    clock: Callable[[], float] = time.process_time,
+) -> list[list[float]]:
+    """Seconds of each, in turn; of CPU time where a busy machine only delays a process."""
     found: list[list[float]] = [[] for _ in functions]
     for measured in range(-2, rounds):
         for function, record in zip(functions, found, strict=True):
-            start = time.process_time()
+            start = clock()
             function()
             if measured >= 0:
-                record.append(time.process_time() - start)
+                record.append(clock() - start)
     return found
 
 
 def _rows_of(distinct: int) -> list[str | None]:
-    return [_NAMES[row % distinct] if distinct else None for row in range(ROWS)]
+    return [NAMES[row % distinct] if distinct else None for row in range(ROWS)]
 
 
 CASES: dict[str, tuple[list[str | None], int]] = {
     "decode, 16 distinct adapters": (_rows_of(16), 1),
     "decode, 2 distinct adapters": (_rows_of(2), 1),
     "decode, no adapter": (_rows_of(0), 1),
-    "decode, one row of 16": ([_NAMES[0], *[None] * (ROWS - 1)], 1),
+    "decode, one row of 16": ([NAMES[0], *[None] * (ROWS - 1)], 1),
     "prefill of 128, 16 distinct": (_rows_of(16), PROMPT),
     "prefill of 128, 2 distinct": (_rows_of(2), PROMPT),
-    "prefill of 128, one row of 16": ([_NAMES[0], *[None] * (ROWS - 1)], PROMPT),
+    "prefill of 128, one row of 16": ([NAMES[0], *[None] * (ROWS - 1)], PROMPT),
 }
 
 
-def _compare(contest: Contest, rounds: int) -> None:
+def _compare(contest: Contest, rounds: int, threads: int) -> None:
+    torch.set_num_threads(threads)
+    clock, what = (
+        (time.process_time, "CPU time") if threads == 1 else (time.perf_counter, "elapsed time")
+    )
+    say(f"\n{threads} threads, {what}, medians, alternating")
     generator = torch.Generator().manual_seed(1)
     for title, (names, tokens) in CASES.items():
         ids = torch.randint(0, 1024, (ROWS, tokens), generator=generator)
         ours, theirs = contest.run_ours(ids, names), contest.run_theirs(ids, names)
         torch.testing.assert_close(ours(), theirs(), rtol=1e-4, atol=1e-4)
         count = rounds if tokens == 1 else max(3, rounds // 8)
-        spent = _measure((ours, contest.run_base(ids), theirs), count)
+        spent = measure((ours, contest.run_base(ids), theirs), count, clock)
         mine, base, peft = map(statistics.median, spent)
         least = min(spent[0]) / min(spent[1])
         say(
@@ -146,28 +163,9 @@ def _compare(contest: Contest, rounds: int) -> None:
         )
 
 
-def _changes(contest: Contest, rounds: int) -> None:
-    adapters, name = contest.ours.adapters, _NAMES[0]
-
-    def swap() -> None:
-        adapters.swap(name, contest.folder / _NAMES[1])
-
-    def reload() -> None:
-        adapters.unload(name)
-        adapters.load(name, contest.folder / name)
-
-    def reload_theirs() -> None:
-        contest.theirs.delete_adapter(_NAMES[-1])
-        contest.theirs.load_adapter(contest.folder / _NAMES[-1], _NAMES[-1])
-
-    with _quiet():
-        spent = _measure((swap, reload, reload_theirs), rounds)
-    for title, seconds in zip(("swap", "unload and load", "PEFT: the same"), spent, strict=True):
-        say(f"{title:<30} {statistics.median(seconds) * 1e3:8.2f} ms")
-
-
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
+    """Without warnings."""
     import warnings
 
     with warnings.catch_warnings():
@@ -189,15 +187,14 @@ def _entry(contest: Contest, rounds: int) -> None:
 
 def run(short: bool) -> None:
     """Measure everything."""
-    torch.set_num_threads(1)
-    say("\nLoRA in a batch of 16: CPU time, medians, one thread, alternating")
+    say("\nLoRA in a batch of 16")
     rounds = 3 if short else 40
-    with tempfile.TemporaryDirectory() as folder, _quiet():
-        _save_adapters(Path(folder))
+    with tempfile.TemporaryDirectory() as folder, quiet():
+        save_adapters(Path(folder), NAMES)
         contest = Contest(Path(folder))
-        _compare(contest, rounds)
+        for threads in (1,) if short else (1, 2):
+            _compare(contest, rounds, threads)
         _entry(contest, rounds)
-        _changes(contest, max(3, rounds // 4))
 
 
 if __name__ == "__main__":
