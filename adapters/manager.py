@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from .disabled import is_disabled
 from .mixture import Mixture
 from .read import PlanCache, read_adapter
 from .ready import ReadyBatches, RowName, RowsBlock
+from .side_thread import SideThread
 from .sources import AdapterResolver, AdapterSource, SourceReader
 from .store import VersionStore
 from .tiers.disk import DiskTier, SourceFolders
@@ -74,8 +75,7 @@ class AdapterManager:
         self._store = VersionStore(registry, disk, limits, dtype, device)
         self._aliases = AliasTable(self._store, resolver)
         self._batches = ReadyBatches(registry, self._aliases, self._store, plan, device)
-        self._prefetcher: ThreadPoolExecutor | None = None
-        self._prefetcher_of = 0
+        self._side_thread = SideThread("branchline-prefetch")
 
     @property
     def resolver(self) -> AdapterResolver | None:
@@ -251,11 +251,7 @@ class AdapterManager:
             self._aliases.resolve(name)
         with self._store.lock:
             self.refuse_if_closed()
-            if self._prefetcher is None or self._prefetcher_of != os.getpid():
-                # A fork takes the executor along, but not its thread.
-                self._prefetcher = ThreadPoolExecutor(1, "branchline-prefetch")
-                self._prefetcher_of = os.getpid()
-            return tuple(self._prefetcher.submit(self._fetch, name) for name in wanted)
+            return tuple(self._side_thread.submit(self._fetch, name) for name in wanted)
 
     # --- listing --------------------------------------------------------------------------------
 
@@ -375,8 +371,7 @@ class AdapterManager:
                     "unwrap", f"{self._batches.open} batches are in flight", "let them end first"
                 )
             self._store.closed = True
-            if self._prefetcher is not None and self._prefetcher_of == os.getpid():
-                self._prefetcher.shutdown(wait=False, cancel_futures=True)
+            self._side_thread.close()
 
     def refuse_if_closed(self) -> None:
         """Refuse where the model was unwrapped.

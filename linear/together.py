@@ -47,7 +47,8 @@ class Together:
         layers = tuple(siblings) if layer in siblings else (layer,)
         branches = [one.branch for one in layers]
         rows = [BranchRows.at(one, batch) for one in layers]
-        join = branches[0] and branches[0].join
+        first = branches[0]
+        join = None if first is None else first.join
         return cls() if join is None else cls(layers, join(branches, rows))
 
     def run(

@@ -86,7 +86,6 @@ def test_what_a_slot_held_before_is_read_by_nobody():
     assert addresses == (held.a.data_ptr(), held.b.data_ptr())
 
 
-
 def test_absorbed_rows_give_the_bytes_of_raw_ones():
     held = pools(torch.bfloat16)
     held.write(0, weights(4))
