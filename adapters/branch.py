@@ -186,7 +186,9 @@ class LayerBranch:
             # Autocast would round products to half precision.
             with torch.autocast(raw.device.type, enabled=False):
                 for row, slot in rows.of(self._rotations):
-                    changed[row] = rotated(changed[row], self._rotations[slot])
+                    given = changed[row]
+                    turned = rotated(given.flatten(0, -2), self._rotations[slot])
+                    changed[row] = turned.view(given.shape)
         taken = (rows.slots >= 0).view(-1, 1, 1)
         return torch.where(taken, changed.to(raw.dtype), by_request).view(raw.shape)
 
@@ -248,7 +250,9 @@ class LayerBranch:
         if rows.parts & Part.OUTPUT_ROTATION:
             total = total.clone()
             for row, slot in rows.of(self._output_rotations):
-                total[row] = rotated(total[row], self._output_rotations[slot])
+                given = total[row]
+                turned = rotated(given.flatten(0, -2), self._output_rotations[slot])
+                total[row] = turned.view(given.shape)
         if rows.parts & Part.LOW_RANK:
             # Selected, not added as zeros: a zero would turn -0.0 into 0.0.
             wide = self._shrinks[index].view(-1, 1, 1)
@@ -271,7 +275,8 @@ class LayerBranch:
         by_request = fed.reshape(total.shape[0], -1, fed.shape[-1])
         total = total.clone()
         for row, slot in rows.of(self._weights):
-            total[row] = dense_product(by_request[row], self._weights[slot])
+            product = dense_product(by_request[row].flatten(0, -2), self._weights[slot])
+            total[row] = product.view(total[row].shape)
         return total
 
     def _with_deltas(
@@ -280,7 +285,8 @@ class LayerBranch:
         by_request = raw.reshape(total.shape[0], -1, raw.shape[-1])
         total = total.clone()
         for row, slot in rows.of(self._deltas):
-            total[row] += dense_product(by_request[row], self._deltas[slot])
+            product = dense_product(by_request[row].flatten(0, -2), self._deltas[slot])
+            total[row] += product.view(total[row].shape)
         return total
 
 

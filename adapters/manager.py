@@ -23,6 +23,7 @@ from .aliases import BASE_NAME, AliasTable
 from .base import BaseFacts, BaseWeights
 from .disabled import is_disabled
 from .mixture import Mixture
+from .packing import Packing
 from .read import PlanCache, read_adapter
 from .ready import ReadyBatches, RowName, RowsBlock
 from .side_thread import SideThread
@@ -326,7 +327,13 @@ class AdapterManager:
 
     # --- batches --------------------------------------------------------------------------------
 
-    def rows(self, names: Sequence[RowName]) -> AbstractContextManager[Batch]:
+    def rows(
+        self,
+        names: Sequence[RowName],
+        *,
+        tokens: Sequence[int] | None = None,
+        logits: Sequence[int] | None = None,
+    ) -> AbstractContextManager[Batch]:
         """Forwards inside take one adapter (or None) for each row of their batch.
 
         The choice holds for this thread (or task) only.  The versions that the names point at now
@@ -335,9 +342,14 @@ class AdapterManager:
 
         Args:
             names: one name, None, or a mixture (``{'sql': 0.7, 'tone': 0.3}``) for every row.
+            tokens: where the rows are packed, one after the other in one sequence (as continuous
+                batching runs them): how many tokens each has.  Inputs are then (1, tokens, ...).
+            logits: of packed rows, places in the sequence of the tokens that the head is fed, where
+                those are not all.
 
         Raises:
             AdapterNotFoundError: a name is unknown.
+            AdapterUnsupportedError: a packed batch with an activated LoRA.
             AdapterCapacityError: the batch, with others in flight, needs more slots than there are.
             AdapterBrokenError: an adapter's source is gone or has changed.
             AdapterSourceError: it cannot be read at the moment; the next block tries again.
@@ -348,7 +360,8 @@ class AdapterManager:
         owner = self._registry.owner
         if is_disabled(owner) and not isinstance(names, str | Mapping | Mixture):
             names = [None for _ in names]
-        return RowsBlock(self._batches, owner, names, alone=True)
+        packing = Packing.of(tokens, logits, len(names))
+        return RowsBlock(self._batches, owner, names, alone=True, packing=packing)
 
     def rows_of_call(self, names: Sequence[RowName]) -> AbstractContextManager[Batch]:
         """As `rows`, for one call that ends before anything else can run; overrides a block."""

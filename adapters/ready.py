@@ -16,10 +16,12 @@ from ..linear.registry import LayerRegistry
 from .aliases import BASE_NAME, AliasTable
 from .invocation import Invocations
 from .mixture import Mixture
+from .packing import PackedRows, Packing
 from .store import VersionStore
 from .version import Version
 
 _KEPT = 256
+_PACKINGS_KEPT = 8
 # Asked for every batch: whether names are no list at all, and what spares the question.
 _NO_LISTS = (str, Mapping, Mixture)
 _USUAL = (list, tuple)
@@ -43,6 +45,7 @@ class ReadyBatch:
         mixed: see `Batch.mixed`.
         invocations: by row, the tokens that its adapter waits for; empty where no row waits.
         memo: of all batches that it begins.
+        packed: what its packed batches share, by their packings; the latest.
     """
 
     epoch: int
@@ -54,11 +57,35 @@ class ReadyBatch:
     mixed: tuple[MixedRows, ...] = ()
     invocations: tuple[tuple[int, ...] | None, ...] = ()
     memo: BatchMemo = field(default_factory=BatchMemo)
+    packed: dict[Packing, PackedRows] = field(default_factory=dict)
 
-    def begin(self, rows: int) -> Batch:
-        """A batch of its own for one block."""
+    def begin(self, rows: int, packing: Packing | None) -> Batch:
+        """A batch of its own for one block.
+
+        Raises:
+            AdapterUnsupportedError: a packed batch of an activated LoRA, which would have to know
+                the tokens of each row.
+        """
+        if packing is not None:
+            return self._packed(packing)
         tokens = Invocations(self.invocations) if self.invocations else None
         return Batch(self.plan, rows, self.slots, self.memo, mixed=self.mixed, tokens=tokens)
+
+    def _packed(self, packing: Packing) -> Batch:
+        if self.invocations:
+            raise AdapterUnsupportedError(
+                "a packed batch",
+                "has a row of an activated LoRA, which acts from its invocation tokens on",
+                "run its rows in a batch that is not packed",
+            )
+        rows = self.packed.get(packing)
+        if rows is None:
+            rows = PackedRows.of(self.slots, self.mixed, packing)
+            if len(self.packed) >= _PACKINGS_KEPT:
+                # Another thread may have been quicker.
+                self.packed.pop(next(iter(tuple(self.packed))), None)
+            self.packed[packing] = rows
+        return rows.begin(self.plan)
 
 
 class ReadyBatches:
@@ -193,15 +220,23 @@ class RowsBlock:
         owner: of the layers.
         names: by row.
         alone: refuse to begin inside of another block.
+        packing: how they lie in one sequence; None for rows of one length.
     """
 
     def __init__(
-        self, batches: ReadyBatches, owner: int, names: Sequence[RowName], *, alone: bool
+        self,
+        batches: ReadyBatches,
+        owner: int,
+        names: Sequence[RowName],
+        *,
+        alone: bool,
+        packing: Packing | None = None,
     ) -> None:
         self._batches = batches
         self._owner = owner
         self._names = names
         self._alone = alone
+        self._packing = packing
         self._has_ended = False
 
     def __enter__(self) -> Batch:
@@ -212,8 +247,12 @@ class RowsBlock:
                 "another rows() block of this model is open here",
                 "leave it first, or pass adapter_names= to each call",
             )
-        self._ready = self._batches.acquire(names)
-        self._batch = self._ready.begin(self._ready.slots.shape[1])
+        self._ready = ready = self._batches.acquire(names)
+        try:
+            self._batch = ready.begin(ready.slots.shape[1], self._packing)
+        except BaseException:
+            self._batches.release(ready)
+            raise
         self._scope = BatchScope(self._owner, self._batch)
         self._scope.__enter__()
         return self._batch

@@ -134,6 +134,9 @@ class Batch:
             first of those that are computed together.
         mixed: what rows of mixtures take, adapter by adapter; -1 in `slots`.
         tokens: on which tokens adapters act; None for all.
+        packed: the sequences lie one after the other in one, whatever their lengths: each token is
+            a row of its own, and `rows` counts tokens.
+        selected: of a packed batch, the tokens that the head is fed, where those are not all.
         ended: set when its block has ended; nothing may run under it any more, for its slots may
             be another adapter's by then.
     """
@@ -146,6 +149,15 @@ class Batch:
     mixed: tuple[MixedRows, ...] = ()
     tokens: TokenMask | None = None
     ended: Flag = field(default_factory=Flag)
+    packed: bool = False
+    selected: Batch | None = None
+
+    def fitting(self, shape: torch.Size) -> Batch:
+        """What an input (..., K) holds: all tokens of a packed batch, or the selected ones."""
+        selected = self.selected
+        if selected is None or shape[:-1].numel() == self.rows:
+            return self
+        return selected
 
     @cached_property
     def slots_by_place(self) -> tuple[torch.Tensor, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -107,10 +108,23 @@ class BranchRows:
             found = batch.memo.rows[index] = cls(slots, parts, batch, index)
         return found
 
-    def of(self, slots: Container[int]) -> list[tuple[int, int]]:
-        """(request, slot) for each request whose adapter lies in one of `slots`."""
-        chosen = enumerate(self.batch.row_slots)
-        return [(row, slot) for row, slot in chosen if slot in slots]
+    def of(self, slots: Container[int]) -> list[tuple[int | slice, int]]:
+        """(request, slot) for each request whose adapter lies in one of `slots`.
+
+        Of a packed batch, whose rows are tokens, a request is the slice of those in turn that have
+        one slot.
+        """
+        by_row = self.batch.row_slots
+        if not self.batch.packed:
+            return [(row, slot) for row, slot in enumerate(by_row) if slot in slots]
+        found: list[tuple[int | slice, int]] = []
+        begin = 0
+        for slot, run in itertools.groupby(by_row):
+            end = begin + sum(1 for _ in run)
+            if slot in slots:
+                found.append((slice(begin, end), slot))
+            begin = end
+        return found
 
 
 #: (M, N) of each linear with its branch, of their base outputs, which it may write to, and the
@@ -193,13 +207,18 @@ def refuse_misfit(subject: str, layout: RowLayout, shape: torch.Size, batch: Bat
     rows = batch.rows
     if rows is None:
         return
-    if layout == RowLayout.FLAT:
+    if batch.packed:
+        fits = shape[:-1].numel() == rows
+    elif layout == RowLayout.FLAT:
         fits = rows > 0 and len(shape) == 2 and shape[0] % rows == 0
     else:
         fits = shape[0] == rows
     if not fits:
         raise BatchError(
             subject,
-            f"its input has shape {tuple(shape)} but the batch names {rows} rows",
-            "name one adapter (or None) for every row of the batch",
+            f"its input has shape {tuple(shape)} but the batch names {rows} "
+            f"{'tokens' if batch.packed else 'rows'}",
+            "say how many tokens each row has, and which of them the head is fed"
+            if batch.packed
+            else "name one adapter (or None) for every row of the batch",
         )

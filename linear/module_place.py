@@ -92,9 +92,14 @@ class ModulePlace:
             return out
         assert self.branch is not None
         assert batch.rows is not None
-        refuse_misfit(f"module '{self.name}'", self.row_layout, x.shape, batch)
+        subject, rows = f"module '{self.name}'", BranchRows.at(self, batch)
+        if batch.packed:
+            leading = out.dim() - 1
+            refuse_misfit(subject, self.row_layout, out.shape, batch)
+            by_token = x.reshape(batch.rows, *x.shape[leading:])
+            self.branch.fill(out.view(batch.rows, out.shape[-1]), by_token, rows)
+            return out
+        refuse_misfit(subject, self.row_layout, x.shape, batch)
         requests = (batch.rows, -1)
-        self.branch.fill(
-            out.unflatten(0, requests), x.unflatten(0, requests), BranchRows.at(self, batch)
-        )
+        self.branch.fill(out.unflatten(0, requests), x.unflatten(0, requests), rows)
         return out

@@ -113,6 +113,8 @@ class RoutedLinear(nn.Module):
         batch = self._source.current_batch()
         if not batch.plan.branched[self.index]:
             return self._kernel.apply(input, self.name)
+        if batch.packed:
+            batch = batch.fitting(input.shape)
         known = batch.memo.together
         together = known.get(self.index)
         if together is None:
@@ -152,7 +154,7 @@ class RoutedLinear(nn.Module):
         batch = self._source.current_batch()
         if not batch.plan.branched[self.index]:
             return self.kernel.apply(x, self.name)
-        return self._run_branched(x, batch)
+        return self._run_branched(x, batch.fitting(x.shape) if batch.packed else batch)
 
     def _run_branched(self, x: torch.Tensor | QuantizedActivation, batch: Batch) -> torch.Tensor:
         assert self.branch is not None

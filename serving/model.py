@@ -16,7 +16,7 @@ from ..adapters.manager import AdapterManager
 from ..adapters.ready import RowName
 from ..core.errors import BatchError, ConfigError
 from ..fusion.discover import Discovery
-from ..linear.batch import active_batch
+from ..linear.batch import Batch, active_batch
 from ..linear.calibration import Calibration
 from ..linear.registry import LayerRegistry
 from ..policies.audit import AuditReport, audit
@@ -51,11 +51,30 @@ def _refuse(name: str) -> None:
         raise ConfigError(f"{name} of a served model", reason, remedy)
 
 
-def _count(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
-    """The rows of a call's first input; None where it has none that shows them."""
+def _first_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """A call's first input; None where it has none that shows its rows."""
     named = [kwargs.get(name) for name in _ROW_INPUTS]
     first = next((v for v in (*args[:1], *named) if isinstance(v, torch.Tensor)), None)
-    return None if first is None or not first.dim() else first.shape[0]
+    return None if first is None or not first.dim() else first
+
+
+def _count(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+    """The rows of a call's first input; None where it has none that shows them."""
+    first = _first_input(args, kwargs)
+    return None if first is None else first.shape[0]
+
+
+def _check_packed(batch: Batch, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    first = _first_input(args, kwargs)
+    if first is None:
+        return
+    tokens = first.shape[:2].numel()
+    if tokens != batch.rows:
+        raise BatchError(
+            f"a packed batch of {tokens} tokens",
+            f"but the batch names {batch.rows} tokens",
+            "say how many tokens each row has in this step",
+        )
 
 
 class ServedModel(PeftSurface, nn.Module):
@@ -179,6 +198,13 @@ class ServedModel(PeftSurface, nn.Module):
         if len(args) > 1 and isinstance(args[1], GenerationConfig):
             kwargs = {**kwargs, "generation_config": args[1]}
             args = (args[0], *args[2:])
+        batch = active_batch(self.registry.owner)
+        if batch is not None and batch.packed:
+            raise BatchError(
+                "generate inside of packed rows",
+                "generation goes on by one token a row, and rows(tokens=...) counts those of a step",
+                "leave the block, or enter one for every step and call the model itself",
+            )
         copies = self._copies(kwargs)
         if adapter_names is not None and not isinstance(adapter_names, str):
             adapter_names = [name for name in adapter_names for _ in range(copies)]
@@ -272,6 +298,10 @@ class ServedModel(PeftSurface, nn.Module):
         return None if batch is None else batch.rows
 
     def _check_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        batch = active_batch(self.registry.owner)
+        if batch is not None and batch.packed:
+            _check_packed(batch, args, kwargs)
+            return
         rows = self._rows()
         given = _count(args, kwargs)
         if rows is not None and given is not None and given != rows:
