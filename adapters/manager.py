@@ -22,6 +22,7 @@ from ..linear.registry import LayerRegistry
 from .aliases import BASE_NAME, AliasTable
 from .base import BaseFacts, BaseWeights
 from .disabled import is_disabled
+from .lease import Lease
 from .mixture import Mixture
 from .packing import Packing
 from .read import PlanCache, read_adapter
@@ -341,7 +342,8 @@ class AdapterManager:
         without a slot are given one; idle adapters make room.
 
         Args:
-            names: one name, None, or a mixture (``{'sql': 0.7, 'tone': 0.3}``) for every row.
+            names: one name, None, a lease, or a mixture (``{'sql': 0.7, 'tone': 0.3}``) for every
+                row.
             tokens: where the rows are packed, one after the other in one sequence (as continuous
                 batching runs them): how many tokens each has.  Inputs are then (1, tokens, ...).
             logits: of packed rows, places in the sequence of the tokens that the head is fed, where
@@ -360,12 +362,27 @@ class AdapterManager:
         owner = self._registry.owner
         if is_disabled(owner) and not isinstance(names, str | Mapping | Mixture):
             names = [None for _ in names]
-        packing = Packing.of(tokens, logits, len(names))
+        if tokens is not None:
+            names = tuple(names)
+        packing = Packing.of(tokens, logits, names)
         return RowsBlock(self._batches, owner, names, alone=True, packing=packing)
 
     def rows_of_call(self, names: Sequence[RowName]) -> AbstractContextManager[Batch]:
         """As `rows`, for one call that ends before anything else can run; overrides a block."""
         return RowsBlock(self._batches, self._registry.owner, names, alone=False)
+
+    def lease(self, name: str) -> Lease:
+        """Keep what `name` points at now for a request that takes several batches.
+
+        `rows` takes the lease in the place of the name, until it is released: the content stays,
+        whatever the name points at meanwhile.
+
+        Raises:
+            AdapterError: as in `rows`.
+        """
+        with self._held(name, to_host=True) as version, self._store.lock:
+            version.leases += 1
+            return Lease(self._store, version, name)
 
     def base_batch(self) -> Batch:
         """The batch of forwards that name no adapter: base rows, any number of them."""
@@ -417,11 +434,11 @@ class AdapterManager:
             return alias.info()
 
     @contextmanager
-    def _held(self, name: str) -> Iterator[Version]:
+    def _held(self, name: str, *, to_host: bool = False) -> Iterator[Version]:
         """The content of `name`, in memory, and kept there."""
         version = self._aliases.hold(name, briefly=True)
         try:
-            self._store.bring_to_memory(version)
+            self._store.bring_to_memory(version, to_host=to_host)
             yield version
         finally:
             self._store.let_go(version)

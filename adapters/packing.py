@@ -26,14 +26,14 @@ class Packing:
 
     @classmethod
     def of(
-        cls, tokens: Sequence[int] | None, logits: Sequence[int] | None, rows: int
+        cls, tokens: Sequence[int] | None, logits: Sequence[int] | None, names: Sequence[object]
     ) -> Packing | None:
         """What a caller asked for; None where the rows are not packed.
 
         Args:
             tokens: see above.
             logits: see above.
-            rows: how many rows are named.
+            names: of the rows.
 
         Raises:
             BatchError: another number of rows, counts below 0, or places outside of the sequence.
@@ -45,6 +45,7 @@ class Packing:
             return None
         packing = cls(_integers("tokens", tokens), None)
         subject = f"rows(tokens={list(packing.tokens)})"
+        rows = len(names)
         if len(packing.tokens) != rows or min(packing.tokens, default=0) < 0:
             reason = f"needs a count, 0 or more, for each of {rows} rows"
             raise BatchError(subject, reason, "pass how many tokens each row has")

@@ -15,6 +15,7 @@ from ..linear.parts import Part
 from ..linear.registry import LayerRegistry
 from .aliases import BASE_NAME, AliasTable
 from .invocation import Invocations
+from .lease import Lease
 from .mixture import Mixture
 from .packing import PackedRows, Packing
 from .store import VersionStore
@@ -25,10 +26,12 @@ _PACKINGS_KEPT = 8
 # Asked for every batch: whether names are no list at all, and what spares the question.
 _NO_LISTS = (str, Mapping, Mixture)
 _USUAL = (list, tuple)
+_ROWS = (str, Mixture, Version)
 
 #: What one row may take.
-RowName = str | Mixture | Mapping[str, float] | None
-Names = tuple[str | Mixture | None, ...]
+RowName = str | Mixture | Mapping[str, float] | Lease | None
+# Requests that hold leases of one content are alike.
+Names = tuple[str | Mixture | Version | None, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,11 +161,11 @@ class ReadyBatches:
         return batch
 
     def _make(self, names: Names) -> ReadyBatch:
-        held: dict[str | None, Version] = {}
+        held: dict[str | Version | None, Version] = {}
         try:
             for name in _adapters_of(names):
-                held[name] = self._aliases.hold(name)
-            called = {version: name for name, version in held.items()}
+                held[name] = self._hold(name)
+            called = {v: v.label if n is v else n for n, v in held.items()}
             for version in called:
                 self._store.bring_to_memory(version)
             self._store.place(tuple(called))
@@ -181,13 +184,25 @@ class ReadyBatches:
             with self._store.lock:
                 self._store.use(batch.versions)
                 # What names point at may have changed before the epoch was read.
-                if all(self._aliases.points_at(str(n), version) for n, version in held.items()):
+                if all(n is v or self._aliases.points_at(str(n), v) for n, v in held.items()):
                     self._keep(names, batch)
         finally:
             with self._store.lock:
                 # What was held by its name is held by the batch now, or not at all.
                 self._store.release(held.values())
         return batch
+
+    def _hold(self, name: str | Version) -> Version:
+        if isinstance(name, str):
+            return self._aliases.hold(name)
+        with self._store.lock:
+            # Its lease may have ended since the row was looked at.
+            if not name.in_use:
+                raise BatchError(
+                    f"adapter '{name.label}'", "was leased, and the lease has ended", "take another"
+                )
+            name.batches += 1
+        return name
 
     def _slots(self, chosen: Sequence[Version | None]) -> torch.Tensor:
         return slots_by_place(chosen, len(self._registry.places), self._device)
@@ -275,6 +290,8 @@ def _hashable(names: Sequence[RowName]) -> Names:
     if type(names) not in _USUAL and isinstance(names, _NO_LISTS):
         return ()
     key: tuple[Any, ...] = tuple(names)
+    if Lease in map(type, key):
+        key = tuple(name.version if isinstance(name, Lease) else name for name in key)
     try:
         hash(key)
     except TypeError:
@@ -286,8 +303,8 @@ def _hashable(names: Sequence[RowName]) -> Names:
     return key
 
 
-def _adapters_of(names: Names) -> dict[str, None]:
-    found: dict[str, None] = {}
+def _adapters_of(names: Names) -> dict[str | Version, None]:
+    found: dict[str | Version, None] = {}
     for name in dict.fromkeys(names):
         if isinstance(name, Mixture):
             found |= dict.fromkeys(name.names)
@@ -320,7 +337,7 @@ def _more_than_products(version: Version) -> str:
 
 def _check_names(names: Sequence[RowName], key: Names) -> None:
     # Names that were found among those that are kept ready were checked then.
-    if not key or not all(name is None or isinstance(name, str | Mixture) for name in key):
+    if not key or not all(name is None or isinstance(name, _ROWS) for name in key):
         raise BatchError(
             f"rows({names!r})",
             "expected one adapter name, or None, for every row of the batch",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from types import MappingProxyType
 from weakref import WeakValueDictionary
@@ -60,6 +61,7 @@ class VersionStore:
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.draining: set[Version] = set()
+        self.forgotten_leases: deque[Version] = deque()
         self._by_digest: dict[str, Version] = {}
         # The places of a large model are many; adapters of one shape share what is said of them.
         self._footprints: WeakValueDictionary[tuple[object, ...], Footprint] = WeakValueDictionary()
@@ -182,7 +184,7 @@ class VersionStore:
             added[version.key] = Holding(version.label, version.footprint.layers)
             self.follow(version)
             return set()
-        if version.batches:
+        if version.in_use:
             self.device.set_draining(version, True)
             self.draining.add(version)
             return set()
@@ -230,16 +232,27 @@ class VersionStore:
 
     def release(self, versions: Iterable[Version]) -> None:
         """The batch on each has ended; called under the lock, at the end of every batch."""
+        while self.forgotten_leases:
+            self.end_lease(self.forgotten_leases.popleft())
         gone = set()
         for version in versions:
             version.batches -= 1
-            if version.drains and not version.batches:
+            if version.drains and not version.in_use:
                 gone.add(version)
+        self._end(gone)
+
+    def _end(self, gone: set[Version]) -> None:
         if gone:
             names = ", ".join(f"'{version.label}'" for version in gone)
-            self._settle({}, gone, f"the last batch on an older {names} ended")
+            self._settle({}, gone, f"the last use of an older {names} ended")
         elif self.host.is_over:
             self.host.trim()
+
+    def end_lease(self, version: Version) -> None:
+        """One request less goes on using a version."""
+        with self.lock:
+            version.leases -= 1
+            self._end({version} if version.drains and not version.in_use else set())
 
     def hold_briefly(self, version: Version) -> None:
         """Keep a version for no batch until `let_go`; called under the lock.
@@ -259,8 +272,12 @@ class VersionStore:
             self.release([version])
             self.changed.notify_all()
 
-    def bring_to_memory(self, version: Version) -> None:
+    def bring_to_memory(self, version: Version, *, to_host: bool = False) -> None:
         """Read a version that a batch holds from its source, where it is in no memory.
+
+        Args:
+            version: held.
+            to_host: also where it lies in a slot alone, which it may have to leave.
 
         Raises:
             AdapterSourceError: it cannot be read at the moment; the next batch tries again.
@@ -270,7 +287,8 @@ class VersionStore:
             self.changed.wait_for(lambda: not version.loading)
             if version.error is not None:
                 raise as_new(version.error, version.label)
-            if version.weights is not None or version.slot is not None:
+            in_slot = version.slot is not None and not to_host
+            if version.weights is not None or in_slot:
                 return
             version.loading = True
             sources = version.sources

@@ -140,13 +140,14 @@ class Version:
         slot: its slot, if it has one.
         batches: how many batches in flight use it; a prefetch and a pin that are at it count too.
         brief_holds: how many of these are no batches, and end by themselves.
+        leases: how many requests go on using it between batches; it stays in host memory.
         hits, tick, last_use: how often and when it was used; see `Usage` and `AdapterInfo`.
         priority: the highest of its names.
         pinned: one of its names is.
         loading: a thread is reading it back from its source.
         moving: a thread is writing it into a slot.
         error: why it is broken.
-        drains: no name points at it any more, and batches still use it.
+        drains: no name points at it any more, and batches or leases still use it.
         gone: nothing is left of it.
     """
 
@@ -168,6 +169,7 @@ class Version:
         self.slot: int | None = None
         self.batches = 0
         self.brief_holds = 0
+        self.leases = 0
         self.hits = 0
         self.tick = 0
         self.last_use: float | None = None
@@ -178,6 +180,11 @@ class Version:
         self.error: AdapterError | None = None
         self.drains = False
         self.gone = False
+
+    @property
+    def in_use(self) -> bool:
+        """Whether batches or leases keep it, whatever becomes of its names."""
+        return bool(self.batches or self.leases)
 
     @property
     def tier(self) -> Tier:

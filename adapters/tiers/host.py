@@ -83,7 +83,7 @@ class HostTier:
     def trim(self) -> None:
         """Drop copies until the limits are kept, or nothing more may go."""
         while self.is_over:
-            victim = self._queue.first(lambda version: not version.batches)
+            victim = self._queue.first(lambda version: not version.in_use)
             if victim is None:
                 return
             self.remove(victim)

@@ -147,8 +147,8 @@ def test_a_batch_waits_for_a_slot_that_a_prefetch_holds_in_passing(world, adapte
     held, go_on = threading.Event(), threading.Event()
     real = made.manager._store.bring_to_memory
 
-    def slow(version):
-        real(version)
+    def slow(version, **options):
+        real(version, **options)
         if threading.current_thread().name.startswith("branchline-prefetch"):
             held.set()
             assert go_on.wait(10)
