@@ -75,10 +75,11 @@ class AliasTable:
 
     def _enter(self, name: str, source: AdapterSource | None, *, loading: bool) -> Alias:
         self._store.refuse_if_closed()
-        if not isinstance(name, str) or not name.strip() or name == BASE_NAME:
-            raise ConfigError(
-                f"adapter name {name!r}", "is empty or reserved", "choose another name"
-            )
+        if not isinstance(name, str):
+            raise ConfigError(f"adapter name {name!r}", "is no text", "pass a string")
+        if not name.strip() or name == BASE_NAME or not name.isprintable():
+            reason = "is empty, reserved, or holds line breaks or the like"
+            raise ConfigError(f"adapter name {name!r}", reason, "choose another name")
         found = self._aliases.get(name)
         if found is not None:
             raise AdapterExistsError(

@@ -74,6 +74,7 @@ def assemble(
         MappingProxyType(norms),
         plan.tuner.peft_type,
         invocation=invocation,
+        uses_base=bool(base_need(plan) or base_use(plan)),
     )
 
 

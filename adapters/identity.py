@@ -23,12 +23,17 @@ _REMEDY = "wrap with allow_base_mismatch=True (command line: --allow-base-mismat
 
 # What the end of a name says of how weights are stored, and not of which weights they are.
 _FORMS = (
-    *("fp8-dynamic", "fp8-block", "fp8", "mxfp8", "nvfp4", "int8", "int4", "8bit", "4bit", "bnb"),
-    *("w8a8", "w8a16", "awq", "gptq", "gguf", "quantized", "bf16", "hf"),
+    *("dynamic", "block", "kv", "fp8", "mxfp8", "nvfp4", "mxfp4", "fp4", "int8", "int4", "8bit"),
+    *("4bit", "bnb", "unsloth", "w8a8", "w8a16", "w4a16", "w4a8", "awq", "gptq", "gguf"),
+    *("quantized", "bf16", "fp16", "fp32", "hf"),
 )
 # Vendors that some copies of a model carry in its name.
 _VENDORS = ("meta-",)
 
+# First parts of relative paths that are hardly owners of a hub.
+_FOLDERS = frozenset(
+    {"model", "models", "checkpoint", "checkpoints", "ckpt", "output", "outputs", "data", "tmp"}
+)
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{7,40}")
 
@@ -140,6 +145,7 @@ def _named(name: str, revision: str) -> _Named:
             hub_id = part.removeprefix("models--").replace("--", "/")
             return _Named(_plain(PurePath(hub_id).name), "/" in hub_id, commit)
     is_hub_id = _HUB_ID.fullmatch(name) is not None and not os.path.isdir(name)
+    is_hub_id &= path.parts[:1] == () or path.parts[0].lower() not in _FOLDERS
     return _Named(_plain(path.name), is_hub_id, revision)
 
 

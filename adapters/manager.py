@@ -30,7 +30,7 @@ from .ready import ReadyBatches, RowName, RowsBlock
 from .side_thread import SideThread
 from .sources import AdapterResolver, AdapterSource, SourceReader
 from .store import VersionStore
-from .tiers.disk import DiskTier, SourceFolders
+from .tiers.disk import DiskTier, SourceFolders, passing_told
 from .tiers.limits import TierLimits
 from .version import AdapterInfo, AdapterMemory, Version
 from .weights import AdapterWeights
@@ -108,7 +108,7 @@ class AdapterManager:
             AdapterCapacityError: its rank is higher than that of any slot, or there are none.
         """
         parsed = AdapterSource.parse(source)
-        return self._aliases.load(name, parsed, lambda: self._store.disk.read(parsed))
+        return self._aliases.load(name, parsed, lambda: self._read_source(name, parsed))
 
     def install(self, name: str, weights: AdapterWeights) -> AdapterInfo:
         """Serve weights that are in memory; having no source, they stay in host memory.
@@ -153,7 +153,7 @@ class AdapterManager:
         """
         parsed = AdapterSource.parse(source)
         alias = self._aliases.settled(name)
-        weights = self._store.disk.read(parsed)
+        weights = self._read_source(name, parsed)
         return self._aliases.publish(alias, weights, parsed, f"adapter '{name}' was swapped")
 
     def reload(self, name: str) -> AdapterInfo:
@@ -230,7 +230,7 @@ class AdapterManager:
             AdapterNotFoundError: the name is unknown.
             ConfigError: it is no integer.
         """
-        if not isinstance(priority, int):
+        if type(priority) is not int:
             raise ConfigError(
                 f"priority {priority!r} of adapter '{name}'", "is no integer", "pass an integer"
             )
@@ -326,6 +326,20 @@ class AdapterManager:
                 found[version.key] = name
         return found
 
+    def refuse_if_computed_with(self, linear: str) -> None:
+        """Refuse to change the weights of a linear that went into adapters (DoRA).
+
+        Raises:
+            ConfigError: they did.
+        """
+        found = self._store.computed_with(linear)
+        if found:
+            raise ConfigError(
+                f"linear '{linear}'",
+                "its weights went into " + ", ".join(f"adapter '{v.label}'" for v in found),
+                "unload what was computed with them, requantize, then load it again",
+            )
+
     # --- batches --------------------------------------------------------------------------------
 
     def rows(
@@ -412,6 +426,10 @@ class AdapterManager:
         self._store.refuse_if_closed()
 
     # --- inside ---------------------------------------------------------------------------------
+
+    def _read_source(self, name: str, source: AdapterSource) -> AdapterWeights:
+        with passing_told(name, source):
+            return self._store.disk.read(source)
 
     def _read(self, folder: Path) -> AdapterWeights:
         return read_adapter(

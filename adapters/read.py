@@ -15,7 +15,8 @@ from .assemble import assemble
 from .base import BaseFacts, BaseWeights
 from .check import LoadPlan, plan_load
 from .config_file import CONFIG_NAME, ParsedConfig, load_config, parse_config
-from .findings import raise_findings
+from .findings import Finding, raise_findings
+from .identity import NamedBase, compare_bases
 from .pickle_file import PickleFile
 from .tensor_file import TensorFile, TensorHeader, open_regular, read_exactly
 from .weights import AdapterWeights
@@ -31,7 +32,8 @@ _MOST_KEPT = 64
 _LONGEST_KEPT = 2**20
 
 _PlanKey = tuple[bytes, bytes]
-_Known = tuple[dict[str, Any], LoadPlan]
+_Compared = tuple[list[Finding], list[str]]
+_Known = tuple[NamedBase, _Compared, LoadPlan]
 
 
 def read_adapter(
@@ -67,16 +69,15 @@ def read_adapter(
     subject = f"adapter {os.fspath(path)!r}"
     config = read_config(folder, subject)
     with open_tensors(folder, subject) as file:
+        # Decoded for each: nobody shares it, and it is small.
+        raw = load_config(config, subject)
         key = config, file.header
-        known = None if plans is None else plans.get(key)
-        if known is None:
-            raw = load_config(config, subject)
+        plan = None if plans is None else plans.get(key, base)
+        if plan is None:
             parsed = parse_config(raw, subject)
             plan = checked_plan(parsed, file.headers, base, max_rank=max_rank, subject=subject)
             if plans is not None:
-                plans.put(key, (raw, plan))
-        else:
-            raw, plan = known
+                plans.put(key, parsed.base_model, base, plan)
         weights = assemble(
             plan, file.read, source=os.fspath(path), subject=subject, base_weights=base_weights
         )
@@ -108,20 +109,33 @@ class PlanCache:
         self._lock = threading.Lock()
         self._kept: OrderedDict[_PlanKey, _Known] = OrderedDict()
 
-    def get(self, key: _PlanKey) -> _Known | None:
-        """The decoded config and the plan, if these bytes were accepted before."""
-        with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-            return self._kept.get(key)
+    def get(self, key: _PlanKey, base: BaseFacts) -> LoadPlan | None:
+        """The plan, if these bytes were accepted before and the base model compares as it did.
 
-    def put(self, key: _PlanKey, known: _Known) -> None:
-        """Keep an accepted plan; not of pickles, which have no header, nor of endless headers."""
+        That is asked anew: the adapter's base may be a folder, and folders change.
+        """
+        with self._lock:
+            if key not in self._kept:
+                return None
+            self._kept.move_to_end(key)
+            named, compared, plan = self._kept[key]
+        return plan if compare_bases(named, base.identity) == compared else None
+
+    def put(self, key: _PlanKey, named: NamedBase, base: BaseFacts, plan: LoadPlan) -> None:
+        """Keep an accepted plan; not of pickles, which have no header, nor of endless headers.
+
+        Args:
+            key: config and header.
+            named: the base model as the config names it.
+            base: the model.
+            plan: for it.
+        """
         config, header = key
         if not header or len(config) + len(header) > _LONGEST_KEPT:
             return
+        compared = compare_bases(named, base.identity)
         with self._lock:
-            self._kept[key] = known
+            self._kept[key] = named, compared, plan
             while len(self._kept) > _MOST_KEPT:
                 self._kept.popitem(last=False)
 

@@ -207,7 +207,9 @@ class ReadyBatches:
     def _slots(self, chosen: Sequence[Version | None]) -> torch.Tensor:
         return slots_by_place(chosen, len(self._registry.places), self._device)
 
-    def _mixed(self, names: Names, held: Mapping[str | None, Version]) -> tuple[MixedRows, ...]:
+    def _mixed(
+        self, names: Names, held: Mapping[str | Version | None, Version]
+    ) -> tuple[MixedRows, ...]:
         """The rows of mixtures: first the first adapter of each, then the second, and so on."""
         mixtures = [name.weights if isinstance(name, Mixture) else () for name in names]
         for name in dict.fromkeys(name for mixture in mixtures for name, _ in mixture):

@@ -160,6 +160,12 @@ class VersionStore:
         """Tell the listeners of a change that no version has part in; called under the lock."""
         self._settle({}, set(), reason)
 
+    def computed_with(self, place: str) -> list[Version]:
+        """Those that the base's weights of one place went into."""
+        with self.lock:
+            known = self._by_digest.values()
+            return [v for v in known if v.uses_base and place in v.footprint.layers]
+
     def follow(self, version: Version) -> None:
         """A name has come or gone, or its pin or priority has changed; called under the lock."""
         version.pinned = any(alias.pinned for alias in version.names.values())

@@ -134,6 +134,7 @@ class Version:
         key: its identity in plans.
         config: its decoded adapter_config.json.
         invocation: see `AdapterWeights`.
+        uses_base: see `AdapterWeights`.
         names: the aliases that point at it, oldest first.
         last_alias: the one that ceased to last, if any has.
         weights: its copy in host memory, if there is one.
@@ -163,6 +164,7 @@ class Version:
         self.parameters = weights.parameters
         self.config = weights.config
         self.invocation = weights.invocation
+        self.uses_base = weights.uses_base
         self.names: dict[str, Alias] = {}
         self.last_alias: Alias | None = None
         self.weights: AdapterWeights | None = weights

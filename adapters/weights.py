@@ -206,6 +206,7 @@ class AdapterWeights:
         peft_type: as its config names it.
         config: its adapter_config.json, decoded; names and settings of training included.
         invocation: token ids, from whose last occurrence on it acts; empty: on every token.
+        uses_base: it was computed with the base's weights, and is another where those change.
     """
 
     source: str
@@ -217,6 +218,7 @@ class AdapterWeights:
     peft_type: str = "LORA"
     config: Mapping[str, Any] = field(default_factory=lambda: _NOTHING)
     invocation: tuple[int, ...] = ()
+    uses_base: bool = False
 
     @property
     def modules(self) -> Mapping[str, AnyWeights]:

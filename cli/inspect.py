@@ -193,10 +193,10 @@ def _print_fit(fit: FitReport, out: Console) -> None:
     if fit.problem is not None:
         _line(out, f"{where}: does not fit")
         return
-    slot = "of unknown size" if fit.slot_nbytes is None else f"{fit.slot_nbytes:,} bytes"
+    size = "memory that a load tells" if fit.slot_nbytes is None else f"{fit.slot_nbytes:,} bytes"
     _line(
         out,
-        f"{where}: fits; a slot of rank {fit.max_lora_rank} takes {slot}, and its batches read "
+        f"{where}: fits; a slot of rank {fit.max_lora_rank} takes {size}, and its batches read "
         f"{len(fit.raw)} of {fit.linears_of_model} linears raw",
     )
     _line(out, "which sites that unfuses is known once the model runs: see `branchline audit`")

@@ -30,6 +30,10 @@ class ConfigError(BranchlineError, ValueError):
     """A setting, or a combination of settings, that cannot work."""
 
 
+class RefusedAttributeError(ConfigError, AttributeError):
+    """A method that transformers or PEFT models have, and that a served model cannot have."""
+
+
 class CalibrationError(ConfigError):
     """Calibration data or saved input scales that are missing, unusable or of another model."""
 

@@ -19,6 +19,10 @@ import regex
 #: The longest expression that is compiled; the names of 2,000 modules with bars between them fit.
 LONGEST = 2**16
 
+# Sets of signs take long to compile where they hold wide ranges, above all in either case.
+_MOST_WIDE_RANGES = 64
+_WIDE = 256
+
 # Steps on one name that are over in a moment.
 _FEW_STEPS = 10**8
 # The regex package writes counted repeats out: an expression of a few signs could fill the memory.
@@ -37,6 +41,7 @@ _TOKEN = re.compile(
     """,
     re.DOTALL | re.VERBOSE,
 )
+_RANGE = re.compile(r"(\\?.)-(\\?[^\]])", re.DOTALL)
 _VERBOSE = re.compile(r"\(\?[a-zA-Z]*x")
 
 
@@ -91,13 +96,16 @@ class Expression:
         text: of it.
 
     Raises:
-        re.error: it is none, is longer than `LONGEST`, or is written in verbose mode.
+        re.error: it is none, is longer than `LONGEST`, has more sets with wide ranges than any
+            honest one, or is written in verbose mode.
     """
 
     def __init__(self, text: str) -> None:
         self.text = text
         if len(text) > LONGEST:
             raise re.error(f"is longer than {LONGEST:,} characters", text[:80])
+        if _wide_ranges(text) > _MOST_WIDE_RANGES:
+            raise re.error(f"has more than {_MOST_WIDE_RANGES} sets with wide ranges", text[:80])
         try:
             self._plain = re.compile(text)
         except (RecursionError, OverflowError) as error:
@@ -177,10 +185,21 @@ def _cost(text: str) -> _Cost:
         elif kind in ("atom", "set"):
             last = 1
             open_groups[-1][0] += 1
-        after_group = kind == "close"
+        # `re` reads over a comment: what comes behind it repeats the group before it.
+        after_group = kind == "close" or (after_group and kind == "comment")
         # Beyond this it does not matter by how much.
         ways = min(ways, _FEW_STEPS + 1)
     return _Cost(loops, ways * open_groups[0][1], nested, open_groups[0][0])
+
+
+def _wide_ranges(text: str) -> int:
+    """How many ranges of more than `_WIDE` signs, or of ends that are escaped, the sets hold."""
+    sets = (token for kind, token in _tokens(text) if kind == "set")
+    return sum(
+        "\\" in found[0] or ord(found[2]) - ord(found[1]) > _WIDE
+        for token in sets
+        for found in _RANGE.finditer(token)
+    )
 
 
 def _rewritten(text: str) -> str:

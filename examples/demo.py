@@ -151,7 +151,7 @@ def load_adapters(served: ServedModel) -> None:
     for name in NAMES:
         if name is not None:
             info = served.adapters.load(name, ADAPTERS / name)
-            table.add_row(name, str(info.rank), str(info.layers), f"{info.nbytes:,}")
+            table.add_row(name, str(info.rank), str(info.modules), f"{info.nbytes:,}")
     console.print(table)
 
 

@@ -14,7 +14,7 @@ from .branching import BatchSource, Branch, BranchInput, BranchRows, RowLayout, 
 from .hooks import global_hook_names, hook_names
 from .kernels.base import LinearKernel
 from .parts import CHANGES_INPUT, READS_RAW
-from .together import Together
+from .together import Together, joins_now
 
 
 class RoutedLinear(nn.Module):
@@ -119,7 +119,7 @@ class RoutedLinear(nn.Module):
         together = known.get(self.index)
         if together is None:
             together = known[self.index] = Together.of(self, batch)
-        if together.layers:
+        if together.layers and joins_now(input):
             return together.run(self, input, batch)
         return self._run_branched(input, batch)
 

@@ -13,6 +13,8 @@ import torch
 from ..core.quantized_activation import QuantizedActivation
 from .batch import Batch
 from .branching import BranchRows, JointAdd
+from .hooks import global_hook_names, hook_names
+from .kernels.base import LinearKernel
 from .parts import Part
 
 if TYPE_CHECKING:
@@ -39,7 +41,10 @@ class Together:
         """Who is computed with `layer` in `batch`; the same object for all of them."""
         if not _joins(layer, batch):
             return cls()
-        siblings = [other for other in layer.siblings if _joins(other, batch)]
+        siblings: list[RoutedLinear] = []
+        # A hook may write to what the next of them is handed.
+        if not global_hook_names() and not any(map(hook_names, layer.siblings)):
+            siblings = [other for other in layer.siblings if _joins(other, batch)]
         for other in siblings:
             found = batch.memo.together.get(other.index)
             if found is not None and layer in found.layers:
@@ -57,7 +62,7 @@ class Together:
         """The output of `layer`, which is one of them, for `x` (..., K)."""
         ready = batch.ready.get(self._first)
         if ready is not None:
-            out = ready.taken(layer.index, x)
+            out = ready.taken(layer, x)
             if out is not None:
                 return out
         layer.check_rows(x.shape, batch)
@@ -72,9 +77,11 @@ class Together:
         ]
         if len(whole) == 1:
             return whole[0]
-        by_index = {one.index: out for one, out in zip(self.layers, whole, strict=True)}
-        own = by_index.pop(layer.index)
-        batch.ready[self._first] = _Ready(x, by_index)
+        outs_of = {
+            one.index: (one.kernel, out) for one, out in zip(self.layers, whole, strict=True)
+        }
+        _, own = outs_of.pop(layer.index)
+        batch.ready[self._first] = _Ready(x, outs_of)
         return own
 
 
@@ -83,29 +90,47 @@ class _Ready:
 
     Args:
         x: what they were computed from.
-        outs: by the index of the linear.
+        outs: by the index of the linear, with the kernel that made it.
     """
 
-    __slots__ = ("_outs", "_version", "_x")
+    __slots__ = ("_inference", "_outs", "_version", "_x")
 
     def __init__(
-        self, x: torch.Tensor | QuantizedActivation, outs: dict[int, torch.Tensor]
+        self,
+        x: torch.Tensor | QuantizedActivation,
+        outs: dict[int, tuple[LinearKernel, torch.Tensor]],
     ) -> None:
-        self._x = weakref.ref(x)
+        # Of an input that is gone nobody asks for more.
+        self._x = weakref.ref(x, lambda _: outs.clear())
         self._version = _version(x)
+        self._inference = torch.is_inference_mode_enabled()
         self._outs = outs
 
-    def taken(self, index: int, x: torch.Tensor | QuantizedActivation) -> torch.Tensor | None:
-        """The output of one, once, if `x` is still what it was computed from."""
+    def taken(
+        self, layer: RoutedLinear, x: torch.Tensor | QuantizedActivation
+    ) -> torch.Tensor | None:
+        """The output of one, once, if it is what `layer` would make of `x` now."""
         if self._x() is not x or self._version != _version(x):
             return None
-        return self._outs.pop(index, None)
+        kernel, out = self._outs.pop(layer.index, (None, None))
+        same_mode = self._inference == torch.is_inference_mode_enabled()
+        return out if kernel is layer.kernel and same_mode else None
+
+
+def joins_now(x: torch.Tensor | QuantizedActivation) -> bool:
+    """Whether outputs of `x` may be kept ready in the modes that torch is in.
+
+    Not where gradients are recorded or autocast chooses dtypes, which may end before the next
+    linear is called; nor of tensors whose writes torch does not count (inference mode).
+    """
+    if torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
+        return False
+    return not (isinstance(x, torch.Tensor) and x.is_inference())
 
 
 def _version(x: torch.Tensor | QuantizedActivation) -> int:
-    """Changes with every write to `x`, except where torch does not count them (inference mode)."""
-    counted = isinstance(x, torch.Tensor) and not x.is_inference()
-    return x._version if counted else 0
+    """Changes with every write to `x`; what a producer made is written by nobody."""
+    return x._version if isinstance(x, torch.Tensor) else 0
 
 
 def _joins(layer: RoutedLinear, batch: Batch) -> bool:

@@ -47,13 +47,14 @@ def inspect_source(
     """
     config = WrapConfig.checked(**settings)
     found = AdapterSource.parse(source)
-    config.source_limits.check_allowed(found)
     if isinstance(found, LocalSource) and _is_model(Path(found.path)):
         given = ["on"] if on is not None else list(settings)
         if given:
+            flag = f"--{given[0].replace('_', '-')}"
             reason = f"is for an adapter, {found.label!r} is a model"
-            raise ConfigError(given[0], reason, "drop it")
+            raise ConfigError(f"{given[0]}= (command line: {flag})", reason, "drop it")
         return inspect_model(Path(found.path))
+    config.source_limits.check_allowed(found)
     with fetch(found, config.source_limits) as folder:
         summary = describe_adapter(folder, label=found.label)
         fit = None if on is None else try_on(folder, found.label, Path(on), config)

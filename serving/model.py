@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from ..adapters.invocation import Invocations
 from ..adapters.manager import AdapterManager
 from ..adapters.ready import RowName
-from ..core.errors import BatchError, ConfigError
+from ..core.errors import BatchError, ConfigError, RefusedAttributeError
 from ..fusion.discover import Discovery
 from ..linear.batch import Batch, active_batch
 from ..linear.calibration import Calibration
@@ -48,7 +48,8 @@ _REFUSED = {
 def _refuse(name: str) -> None:
     if name in _REFUSED:
         reason, remedy = _REFUSED[name]
-        raise ConfigError(f"{name} of a served model", reason, remedy)
+        # Also an AttributeError, for code that asks with `hasattr` what a model can do.
+        raise RefusedAttributeError(f"{name} of a served model", reason, remedy)
 
 
 def _first_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
@@ -202,7 +203,7 @@ class ServedModel(PeftSurface, nn.Module):
         if batch is not None and batch.packed:
             raise BatchError(
                 "generate inside of packed rows",
-                "generation goes on by one token a row, and rows(tokens=...) counts those of a step",
+                "counts the tokens of one step, and generation takes many",
                 "leave the block, or enter one for every step and call the model itself",
             )
         copies = self._copies(kwargs)
@@ -250,11 +251,13 @@ class ServedModel(PeftSurface, nn.Module):
             quant: as `WrapConfig.quant`.
 
         Raises:
-            ConfigError: no such linear or scheme, or "none" where the checkpoint holds codes.
+            ConfigError: no such linear or scheme; "none" where the checkpoint holds codes; or an
+                adapter was computed with the linear's weights (DoRA).
             CalibrationError: the scheme needs ranges that the model was not wrapped with.
             KernelUnavailableError: no kernel serves it.
         """
         self.adapters.refuse_if_closed()
+        self.adapters.refuse_if_computed_with(layer)
         found = self.registry.layers.get(layer)
         if found is None:
             raise ConfigError(f"linear {layer!r}", "is no routed linear", "see registry.layers")

@@ -70,7 +70,7 @@ def wrap(
     """Wrap `model` for serving; its linears are replaced in place.
 
     Args:
-        model: a transformers model, or a `PeftModel` with LoRA adapters, which are taken over.
+        model: a transformers model, or a `PeftModel`, whose adapters are taken over.
         calibration: for quant="fp8-static": prompts (texts, token ids or keyword arguments), or
             what an earlier calibration saved (a `Calibration` or the path of its file).
         tokenizer: for prompts that are texts; found beside the model's weights where None.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -49,8 +49,23 @@ def not_now(name: str, reason: str) -> AdapterSourceError:
     return AdapterSourceError(
         f"adapter '{name}'",
         f"cannot be read at the moment: {reason}",
-        "try again; the adapter stays as it is, and the next use reads it anew",
+        "try again; nothing has changed, and the next use reads it anew",
     )
+
+
+@contextmanager
+def passing_told(name: str, source: AdapterSource) -> Iterator[None]:
+    """Tell a failure that may pass from one that will not.
+
+    Raises:
+        AdapterSourceError: it may; see `is_passing`.
+    """
+    try:
+        yield
+    except AdapterError as error:
+        if is_passing(error, source):
+            raise not_now(name, f"{error.subject} {error.reason}") from error
+        raise
 
 
 class SourceFolders(Protocol):
@@ -77,7 +92,7 @@ class DiskTier:
         """The adapter that lies at `source`, checked against the base model.
 
         Raises:
-            AdapterError: whatever is wrong with the source or its content.
+            AdapterError: whatever is wrong with the source or its content; see `is_passing`.
         """
         with self._folders.resolve(source) as folder:
             return replace(self._read(folder), source=source.label)

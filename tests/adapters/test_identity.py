@@ -226,3 +226,29 @@ def test_the_revision_of_the_config_is_compared(plain, base):
     edit_adapter(plain, base_model_name_or_path="acme/Tiny", revision=COMMIT)
     facts = replace(base, identity=BaseIdentity("acme/Tiny", OTHER_COMMIT))
     assert any(COMMIT in note for note in read_adapter(plain, facts, max_rank=16).notes)
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        "unsloth/Llama-3.2-1B-unsloth-bnb-4bit",
+        "RedHatAI/Meta-Llama-3.2-1B-quantized.w4a16",
+        "neuralmagic/Llama-3.2-1B-FP8-KV",
+        "x/Llama-3.2-1B-FP8_dynamic",
+        "x/llama-3.2-1b-fp16",
+        "nvidia/Llama-3.2-1B-FP4",
+    ],
+)
+def test_other_forms_of_one_model(stored):
+    plain = "meta-llama/Llama-3.2-1B"
+    for trained, served in ((stored, plain), (plain, stored)):
+        assert compare_bases(NamedBase(trained), BaseIdentity(served)) == ([], [])
+    findings, _ = compare_bases(NamedBase(stored), BaseIdentity("meta-llama/Llama-3.2-3B"))
+    assert findings
+
+
+@pytest.mark.parametrize("path", ["models/llama3", "outputs/run-7", "checkpoints/x"])
+def test_a_relative_folder_that_is_not_here_is_a_note(path):
+    findings, notes = compare_bases(NamedBase(path), BaseIdentity("meta-llama/Llama-3.2-1B"))
+    assert not findings
+    assert notes

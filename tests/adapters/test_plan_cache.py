@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -100,3 +102,25 @@ def _tensors(folder):
     from safetensors.torch import load_file
 
     return load_file(folder / FILE)
+
+
+def test_the_base_is_compared_every_time(plain, base, tmp_path):
+    """It may be a folder, which comes, goes and changes."""
+    other = tmp_path / "base"
+    edit_adapter(plain, base_model_name_or_path=str(other))
+    plans = PlanCache()
+    notes = read_adapter(plain, base, max_rank=16, plans=plans).notes
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_embd": 3}))
+    with pytest.raises(AdapterMismatchError):
+        read_adapter(plain, base, max_rank=16, plans=plans)
+    shutil.rmtree(other)
+    assert read_adapter(plain, base, max_rank=16, plans=plans).notes == notes
+
+
+def test_configs_are_not_shared(plain, base):
+    plans = PlanCache()
+    one, other = (read_adapter(plain, base, max_rank=16, plans=plans).config for _ in range(2))
+    one["target_modules"].clear()
+    assert other["target_modules"]
+    assert read_adapter(plain, base, max_rank=16, plans=plans).config["target_modules"]

@@ -140,10 +140,10 @@ def changed(folder, **changes):
     ],
 )
 def test_an_expression_that_takes_for_ever_ends_soon_in_an_error(plain, base, key, changes):
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(AdapterUnsupportedError) as caught:
         read.read_adapter(changed(plain, **changes), base, max_rank=16)
-    assert time.monotonic() - began < 3
+    assert time.process_time() - began < 3
     assert f"adapter_config.json: {key}: to match the pattern" in caught.value.reason
     assert "takes too long" in caught.value.reason
     assert f"write {key} without nested repeats" in caught.value.remedy

@@ -85,3 +85,20 @@ def test_what_is_too_long_or_no_expression_is_told():
     ):
         with pytest.raises(re.error, match=words):
             Expression(text)
+
+
+def test_a_comment_hides_no_repeat():
+    """`re` reads over comments, so that what follows one repeats the group before it."""
+    for text in (r"(\w|\w\w|\w\w\w)(?#)+\s", r"(?:\w|\w\w|\w\w\w)(?#x)(?#y)+\s"):
+        with pytest.raises(TimeoutError):
+            Expression(text).fullmatch("a" * 60, Patience(0.2))
+        assert Expression(text).fullmatch("aaa ", Patience())
+
+
+@pytest.mark.parametrize("many", ["[a-\uffff]", r"[\x00-\uffff]"])
+def test_many_wide_ranges_are_refused(many):
+    """Each takes milliseconds to compile."""
+    assert Expression("(?i)" + many * 4).fullmatch("abcd", Patience())
+    with pytest.raises(re.error, match="sets with wide ranges"):
+        Expression("(?i)" + many * 3000)
+    assert Expression("[a-z0-9_]" * 1000).fullmatch("a" * 1000, Patience())

@@ -110,10 +110,8 @@ def test_tasks_keep_their_own_and_inherit_at_their_start():
     asyncio.run(main())
 
 
-def test_batch_is_frozen_and_compared_by_identity():
+def test_batches_are_compared_by_identity():
     one = batch()
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        one.rows = 2
     assert one != dataclasses.replace(one)
     assert Batch(BarePlan()).slots is None
 

@@ -261,3 +261,24 @@ def test_an_adapter_for_another_family_is_refused(make_family, tmp_path):
     folder = save_adapter(build("gpt2"), tmp_path / "gpt2", ["c_attn"], rank=4, seed=0)
     with pytest.raises(errors.AdapterMismatchError, match=r"transformer\.h"):
         served.adapters.load("gpt2", folder)
+
+
+@pytest.mark.parametrize("name", [3, None, "", "  ", "a\nb", "a\x00b", "__base__"])
+def test_names_that_are_none(llama, name):
+    served = llama.wrap(quant="none")
+    with pytest.raises(ConfigError, match="adapter name"):
+        served.adapters.load(name, llama.folders["all"])
+
+
+def test_a_linear_whose_weights_went_into_an_adapter_keeps_them(llama, tmp_path):
+    folder = save_adapter(
+        llama.plain(), tmp_path / "dora", ["q_proj"], rank=4, seed=1, use_dora=True
+    )
+    served = llama.served()
+    served.adapters.load("dora", folder)
+    name = "model.layers.0.self_attn.q_proj"
+    with pytest.raises(ConfigError, match="its weights went into adapter 'dora'"):
+        served.requantize(name, "none")
+    served.requantize("model.layers.0.mlp.down_proj", "none")
+    served.adapters.unload("dora")
+    served.requantize(name, "none")

@@ -98,7 +98,9 @@ def test_the_head_is_fed_chosen_tokens(of_every_part):
             close(packed.run(names, places), whole[places], tolerance)
 
 
-@pytest.mark.parametrize("settings", [{"quant": "none"}, {"policy": "dual"}, {"policy": "absorbed"}])
+@pytest.mark.parametrize(
+    "settings", [{"quant": "none"}, {"policy": "dual"}, {"policy": "absorbed"}]
+)
 def test_families(family, settings):
     dtype = torch.float32 if settings.get("quant") == "none" else torch.bfloat16
     model = family.served(dtype, **settings)

@@ -434,3 +434,11 @@ def test_allowed_roots_and_sizes_are_settings(llama, tmp_path):
         small.adapters.load("attn", llama.folders["attn"])
     with pytest.raises(ConfigError, match="allowed_roots"):
         llama.wrap(allowed_roots=["hf://"])
+
+
+def test_code_may_ask_what_a_model_can_do(llama):
+    served = llama.served()
+    for name in ("merge_and_unload", "add_weighted_adapter", "generate_batch", "no_such_thing"):
+        assert not hasattr(served, name)
+    with pytest.raises(ConfigError, match="merge_and_unload of a served model"):
+        _ = served.merge_and_unload

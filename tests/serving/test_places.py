@@ -14,6 +14,7 @@ from branchline.adapters.weights import (
 )
 from branchline.core.errors import BatchError
 from branchline.linear.base_weights import BaseWeightsOf
+from tests.helpers import same_bytes
 from tests.models import build, token_ids
 from tests.parts import (
     ADAPTERS,
@@ -28,7 +29,6 @@ from tests.parts import (
     embedding_parts,
     norm_parts,
     on_linears,
-    same_bytes,
     served,
 )
 

@@ -127,14 +127,88 @@ def test_a_hook_that_hands_a_linear_another_input(llama):
             assert same_bytes(layer(x), wanted)
 
 
-def test_under_inference_mode(llama, launched):
-    served = llama.served()
+@pytest.mark.parametrize("settings", [{"quant": "none"}, {"policy": "dual"}])
+def test_under_inference_mode(llama, launched, settings):
+    """Writes to raw tensors are not counted there, so that each linear reads them itself."""
+    served = llama.served(**settings)
     with torch.no_grad(), served.adapters.rows(NAMES):
         expected = served(IDS).logits
     launched.clear()
     with torch.inference_mode(), served.adapters.rows(NAMES):
         assert same_bytes(served(IDS).logits, expected)
-    assert set(launched) == {1, 2, 3}
+    assert (max(launched, default=1) > 1) == ("policy" in settings)
+    layers, x = projections(served), an_input(served)
+    if "policy" not in settings:
+        expected = apart(served, ["all"] * 3, x, 2 * x, 2 * x)
+        with torch.inference_mode(), served.adapters.rows(["all"] * 3):
+            x = x.clone()
+            for number, (layer, wanted) in enumerate(zip(layers, expected, strict=True)):
+                assert same_bytes(layer(x), wanted)
+                if not number:
+                    x.mul_(2)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("kind", ["pre", "post"])
+def test_a_hook_that_writes_to_the_input(llama, mode, kind):
+    """In the order in which the model calls them, whoever is computed with whom."""
+    served = llama.served(quant="none")
+
+    def write(module, args, out=None):
+        args[0].mul_(2)
+
+    _, k, _ = projections(served)
+    register = k.register_forward_pre_hook if kind == "pre" else k.register_forward_hook
+    with register(write), torch.no_grad():
+        for layer in served.registry:
+            layer.siblings, kept = (), layer.siblings
+            layer.kept = kept
+        with served.adapters.rows(NAMES):
+            expected = served(IDS).logits
+        for layer in served.registry:
+            layer.siblings = layer.kept
+        served.adapters.load("another", llama.folders["mlp"])
+        with mode(), served.adapters.rows(NAMES):
+            assert same_bytes(served(IDS).logits, expected)
+
+
+@pytest.mark.parametrize("began", ["no_grad", "inference", "autocast"])
+def test_a_mode_that_ends_between_siblings(llama, began):
+    served = llama.served(torch.float32, quant="none")
+    q, k, _ = projections(served)
+    modes = {
+        "no_grad": torch.no_grad(),
+        "inference": torch.inference_mode(),
+        "autocast": torch.autocast("cpu", torch.bfloat16),
+    }
+    x = an_input(served).float()
+    with served.adapters.rows(["all"] * 3):
+        expected = apart_now(k, x)
+        x.requires_grad_(began == "no_grad")
+        with modes[began]:
+            q(x)
+        with torch.set_grad_enabled(began == "no_grad"):
+            out = k(x)
+        assert out.dtype == torch.float32
+        assert not out.is_inference()
+        assert out.requires_grad == (began == "no_grad")
+        torch.testing.assert_close(out.detach(), expected, rtol=1e-5, atol=1e-5)
+
+
+def apart_now(layer, x):
+    """What a linear makes of its input by itself, under the batch in flight."""
+    with torch.no_grad():
+        return layer(x.clone()).clone()
+
+
+def test_a_kernel_that_is_replaced_between_siblings(llama):
+    served = llama.served()
+    q, k, _ = projections(served)
+    x = an_input(served)
+    with served.adapters.rows(["all"] * 3), torch.no_grad():
+        q(x)
+        served.requantize(k.name, "none")
+        assert same_bytes(k(x), apart_now(k, x))
 
 
 def test_with_gradients_each_adds_its_own(llama):
@@ -185,11 +259,22 @@ def test_a_batch_that_ended_keeps_nothing(llama):
         batch = served.registry.current_batch()
         projections(served)[0](x)
         (ready,) = batch.ready.values()
-        left = [weakref.ref(out) for out in ready._outs.values()]
+        left = [weakref.ref(out) for _, out in ready._outs.values()]
         assert len(left) == 2
     del batch, ready
     gc.collect()
     assert all(out() is None for out in left)
+
+
+def test_an_input_that_is_gone_leaves_nothing_ready(llama):
+    served = llama.served(quant="none")
+    with served.adapters.rows(["all"] * 3) as batch, torch.no_grad():
+        x = an_input(served)
+        projections(served)[0](x)
+        (ready,) = batch.ready.values()
+        assert len(ready._outs) == 2
+        del x
+        assert not ready._outs
 
 
 def test_rows_that_are_worked_out_once(llama):

@@ -184,3 +184,25 @@ def test_a_batch_that_keeps_a_slot_is_not_waited_for(world, adapter):
         thread.join(10)
         assert not thread.is_alive()
     assert len(refused) == 1
+
+
+@pytest.mark.parametrize("change", ["load", "swap", "reload"])
+def test_a_change_that_meets_one_says_so(world, adapter, monkeypatch, change):
+    made = world(2)
+    made.manager.load("a", adapter("a"))
+    answer = made.answer("a")
+    with monkeypatch.context() as patch:
+
+        def full(*arguments, **options):
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        patch.setattr(os, "open", full)
+        calls = {
+            "load": lambda: made.manager.load("b", adapter("a")),
+            "swap": lambda: made.manager.swap("a", adapter("a")),
+            "reload": lambda: made.manager.reload("a"),
+        }
+        with pytest.raises(AdapterSourceError, match="cannot be read at the moment"):
+            calls[change]()
+    assert torch.equal(made.answer("a"), answer)
+    assert [info.name for info in made.manager.list()] == ["a"]
