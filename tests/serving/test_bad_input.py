@@ -12,6 +12,7 @@ from torch import nn
 
 import branchline
 from branchline.core import errors
+from branchline.core.errors import ConfigError
 from tests.helpers import edit_adapter
 from tests.models import build, save_adapter, token_ids
 
