@@ -12,17 +12,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from ..core.errors import AdapterBusyError, AdapterNotFoundError, ConfigError
+from ..core.errors import AdapterBusyError, ConfigError
 from ..linear.batch import Batch, BatchPlan
 from ..linear.registry import LayerRegistry
 from .aliases import BASE_NAME, AliasTable
 from .base import BaseFacts, BaseWeights
 from .disabled import is_disabled
 from .lease import Lease
+from .listing import AdapterListing
 from .mixture import Mixture
 from .packing import Packing
 from .read import PlanCache, read_adapter
@@ -40,7 +40,7 @@ __all__ = ["BASE_NAME", "AdapterManager", "AdapterMemory"]
 AnySource = str | os.PathLike[str] | AdapterSource
 
 
-class AdapterManager:
+class AdapterManager(AdapterListing):
     """The adapters of one served model.
 
     Args:
@@ -74,8 +74,8 @@ class AdapterManager:
         self._plans = PlanCache()
         self._plan = plan
         disk = DiskTier(folders or SourceReader(), self._read)
-        self._store = VersionStore(registry, disk, limits, dtype, device)
-        self._aliases = AliasTable(self._store, resolver)
+        store = VersionStore(registry, disk, limits, dtype, device)
+        super().__init__(AliasTable(store, resolver), store)
         self._batches = ReadyBatches(registry, self._aliases, self._store, plan, device)
         self._side_thread = SideThread("branchline-prefetch")
 
@@ -254,77 +254,6 @@ class AdapterManager:
         with self._store.lock:
             self.refuse_if_closed()
             return tuple(self._side_thread.submit(self._fetch, name) for name in wanted)
-
-    # --- listing --------------------------------------------------------------------------------
-
-    def list(self) -> tuple[AdapterInfo, ...]:
-        """Every adapter that has a name, in the order of loading."""
-        with self._store.lock:
-            aliases = self._aliases.all()
-        infos = []
-        for alias in aliases:
-            # One by one: a batch must not wait for thousands of lines.
-            with self._store.lock:
-                infos.append(alias.info())
-        return tuple(infos)
-
-    def info(self, name: str) -> AdapterInfo:
-        """One line of the listing.
-
-        Raises:
-            AdapterNotFoundError: the name is unknown.
-        """
-        with self._store.lock:
-            return self._aliases.known(name).info()
-
-    def config(self, name: str) -> Mapping[str, Any]:
-        """The decoded adapter_config.json of a name's content, as the first of its names had it.
-
-        Raises:
-            AdapterNotFoundError: the name is unknown, or was not read yet.
-        """
-        with self._store.lock:
-            version = self._aliases.known(name).version
-            if version is None:
-                raise AdapterNotFoundError(
-                    f"adapter '{name}'", "has not been read yet", "use it, or prefetch it"
-                )
-            return version.config
-
-    def draining(self) -> tuple[AdapterInfo, ...]:
-        """Versions that no name points at any more, and batches still use."""
-        with self._store.lock:
-            drained = sorted(self._store.draining, key=lambda version: version.key)
-            return tuple(v.info(v.last_alias) for v in drained if v.last_alias is not None)
-
-    def memory(self) -> AdapterMemory:
-        """What adapters take on the device and in host memory."""
-        store = self._store
-        with store.lock:
-            return AdapterMemory(
-                store.device.nbytes,
-                store.host.nbytes,
-                store.host.count,
-                len(store.device.slots),
-                store.device.occupied,
-            )
-
-    def live(self, names: Iterable[str]) -> dict[int, str]:
-        """Identities of the contents behind `names`, for the planner.
-
-        Raises:
-            AdapterNotFoundError: a name is unknown, or was not read yet.
-        """
-        found: dict[int, str] = {}
-        with self._store.lock:
-            for name in names:
-                version = self._aliases.known(name).version
-                if version is None:
-                    raise AdapterNotFoundError(
-                        f"adapter '{name}'", "was not read yet", "use it, or prefetch it"
-                    )
-                found[version.key] = name
-        return found
 
     def refuse_if_computed_with(self, linear: str) -> None:
         """Refuse to change the weights of a linear that went into adapters (DoRA).

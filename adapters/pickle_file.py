@@ -12,7 +12,6 @@ import pickle
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -69,12 +68,7 @@ class PickleFile:
     def __enter__(self) -> PickleFile:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._tensors = {}
 
     @property
