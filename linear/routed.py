@@ -159,6 +159,9 @@ class RoutedLinear(nn.Module):
     def _run_branched(self, x: torch.Tensor | QuantizedActivation, batch: Batch) -> torch.Tensor:
         assert self.branch is not None
         self.check_rows(x.shape, batch)
+        if not x.shape[:-1].numel():
+            # No row is there to be anybody's, as where a head is fed none of a step's tokens.
+            return self.kernel.apply(x, self.name)
         rows = BranchRows.at(self, batch)
         source = BranchInput(x, self.name)
         if rows.parts & CHANGES_INPUT:

@@ -7,7 +7,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
@@ -99,6 +99,9 @@ def test_modules_are_selected_as_peft_selects_them(targets, exclude, layers, pat
 @settings(max_examples=300, deadline=None)
 @given(patterns=st.lists(ENDS, max_size=6, unique=True), names=st.lists(ODD_NAMES, max_size=6))
 def test_the_pattern_that_counts_is_pefts(patterns, names):
+    # With names of other alphabets, repeats of groups are refused: the two packages know different
+    # versions of Unicode.
+    assume(all(map(str.isascii, names)) or not any(re.search(r"\)[*+?{]", p) for p in patterns))
     ours = EndPatterns(dict.fromkeys(patterns, 1), "rank_pattern")
     dotted = DottedPatterns(dict.fromkeys(patterns, 1), "n_frequency_pattern")
     for name in names:
