@@ -12,7 +12,7 @@ from itertools import islice
 from ..core.errors import AdapterError, AdapterExistsError, AdapterNotFoundError, ConfigError
 from .sources import AdapterResolver, AdapterSource
 from .store import VersionStore, as_new
-from .tiers.disk import is_passing, not_now
+from .tiers.disk import is_passing, passing_told
 from .version import AdapterInfo, Alias, Version
 from .weights import AdapterWeights
 
@@ -188,12 +188,12 @@ class AliasTable:
         source, error = alias.source, None
         assert source is not None
         try:
-            weights = self._store.disk.read(source)
-            self.publish(alias, weights, source, f"adapter '{alias.name}' was read", first=True)
+            with passing_told(alias.name, source):
+                weights = self._store.disk.read(source)
+                self.publish(alias, weights, source, f"adapter '{alias.name}' was read", first=True)
         except AdapterError as caught:
-            if is_passing(caught, source):
-                raise not_now(alias.name, f"{caught.subject} {caught.reason}") from caught
-            error = caught
+            # What may pass is tried again at the next use.
+            error = None if is_passing(caught, source) else caught
             raise
         finally:
             with self._store.changed:

@@ -143,7 +143,7 @@ class Site(nn.Module):
         return self.layers[0].kernel.contract
 
     def group_kernels(self) -> None:
-        """Let consumers that take the same codes be multiplied in one call, their branches too."""
+        """Let consumers that take the same codes be multiplied in one call."""
         kernels = [layer.kernel for layer in self.layers]
         if kernels != self._grouped:
             group_siblings(kernels)
