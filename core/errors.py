@@ -116,3 +116,23 @@ class AdapterBrokenError(AdapterError, RuntimeError):
 
 class AdapterBusyError(AdapterError, RuntimeError):
     """Batches in flight still use the adapter, longer than the caller would wait."""
+
+
+class EngineError(BranchlineError, RuntimeError):
+    """Base of what can go wrong with the engine, or with one request in it."""
+
+
+class EngineStoppedError(EngineError):
+    """The engine is stopping, has stopped, or its thread died."""
+
+
+class RequestFailedError(EngineError):
+    """One request failed in its forward; others go on."""
+
+
+class NonFiniteError(RequestFailedError):
+    """A request's logits hold NaN or infinity: its adapter overflows, or the base model does."""
+
+
+class RequestTooLongError(BranchlineError, ValueError):
+    """A prompt (with its answer) that is longer than the model or the cache holds."""

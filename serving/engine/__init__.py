@@ -1,0 +1,1 @@
+"""Continuous batching: requests of many adapters share every forward."""

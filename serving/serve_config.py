@@ -1,0 +1,228 @@
+"""The configuration of a server: how the model is wrapped, batched, reached and guarded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Annotated, Any, Self
+
+from pydantic import Field, SecretStr, field_validator, model_validator
+
+from .config import WrapConfig
+from .settings import Settings
+
+
+class LogLevel(StrEnum):
+    """How much is logged."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class LogFormat(StrEnum):
+    """How log lines look."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+class EngineConfig(WrapConfig):
+    """How requests are batched, beside how the model is wrapped."""
+
+    max_model_len: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            description="Most tokens of a prompt and its answer together. Unset: the model's "
+            "positions, or what the cache holds if that is less.",
+        ),
+    ] = None
+    max_num_seqs: Annotated[
+        int, Field(ge=1, description="Most requests that share one forward.")
+    ] = 64
+    max_num_batched_tokens: Annotated[
+        int,
+        Field(ge=1, description="Most tokens of one forward; longer prompts take several."),
+    ] = 512
+    block_size: Annotated[
+        int, Field(ge=1, le=1024, description="Tokens of one block of the KV cache.")
+    ] = 16
+    num_gpu_blocks_override: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            description="Blocks of the KV cache. Unset: sized from the model, its memory and "
+            "max_num_seqs.",
+        ),
+    ] = None
+    kv_cache_memory_bytes: Annotated[
+        int | None,
+        Field(ge=1, description="Most bytes of the KV cache. Unset: a share of what is free."),
+    ] = None
+    enable_prefix_caching: Annotated[
+        bool,
+        Field(description="Share blocks of equal prompt beginnings, within one adapter content."),
+    ] = True
+    adapter_turn_steps: Annotated[
+        int,
+        Field(
+            ge=1,
+            description="Where more adapters are wanted than there are slots: forwards before "
+            "those that wait take the places of those that ran.",
+        ),
+    ] = 16
+
+
+class ServeConfig(EngineConfig):
+    """What `branchline serve` is started with.  Field descriptions are its help."""
+
+    host: Annotated[str, Field(description="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[
+        int, Field(ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    ] = 8000
+    served_model_name: Annotated[
+        tuple[str, ...],
+        Field(description="Names of the base model; the first is shown. Unset: the folder's."),
+    ] = ()
+    lora_modules: Annotated[
+        tuple[str, ...],
+        Field(
+            description="Adapters to load at start: NAME=SOURCE, or JSON with name, path and "
+            "base_model_name. Repeatable; --adapter NAME=SOURCE means the same."
+        ),
+    ] = ()
+    api_key: Annotated[
+        tuple[SecretStr, ...],
+        Field(description="Keys that requests must bring (Authorization: Bearer). Unset: none."),
+    ] = ()
+    admin_key: Annotated[
+        tuple[SecretStr, ...],
+        Field(
+            description="Keys for loading, swapping, unloading and the audit. Unset: those of "
+            "api_key."
+        ),
+    ] = ()
+    allow_runtime_lora_updating: Annotated[
+        bool,
+        Field(
+            description="Serve the endpoints that load and unload adapters (also switched on by "
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1); sources must then lie in allowed_roots."
+        ),
+    ] = False
+    chat_template: Annotated[
+        str | None,
+        Field(description="File of a chat template, or the template. Unset: the tokenizer's."),
+    ] = None
+    max_logprobs: Annotated[
+        int, Field(ge=0, description="Most log-probabilities a request may ask for, a token.")
+    ] = 20
+    max_n: Annotated[int, Field(ge=1, description="Most answers of one request (n).")] = 16
+    max_body_bytes: Annotated[
+        int, Field(ge=1, description="Longest request body; longer ones are answered 413.")
+    ] = 4 * 1024 * 1024
+    max_queue: Annotated[
+        int,
+        Field(ge=1, description="Most answers that wait or run; further requests get 503."),
+    ] = 1024
+    max_concurrency_per_key: Annotated[
+        int | None,
+        Field(ge=1, description="Most requests of one key at a time; further ones get 429."),
+    ] = None
+    request_timeout: Annotated[
+        float, Field(gt=0, description="Seconds after which a request is given up (504).")
+    ] = 600.0
+    shutdown_timeout: Annotated[
+        float,
+        Field(ge=0, description="Seconds that running requests may still take after SIGTERM."),
+    ] = 30.0
+    slow_reader_bytes: Annotated[
+        int,
+        Field(
+            ge=1024,
+            description="Bytes kept for a streaming client that does not read; beyond, its request "
+            "is cancelled.",
+        ),
+    ] = 1024 * 1024
+    log_level: Annotated[LogLevel, Field(description="What is logged.")] = LogLevel.INFO
+    log_format: Annotated[
+        LogFormat, Field(description="Log lines for a person (text) or a collector (json).")
+    ] = LogFormat.TEXT
+    seed: Annotated[
+        int, Field(description="Of the random numbers of requests that bring none.")
+    ] = 0
+
+    @field_validator("api_key", "admin_key", "served_model_name", "lora_modules", mode="before")
+    @classmethod
+    def _one_alone(cls, value: object) -> object:
+        return (value,) if isinstance(value, str | SecretStr) else value
+
+    @field_validator("lora_modules", mode="before")
+    @classmethod
+    def _modules_as_text(cls, value: Any) -> Any:
+        # In a file they are mappings.
+        if isinstance(value, Mapping):
+            return tuple(f"{name}={source}" for name, source in value.items())
+        if isinstance(value, list | tuple):
+            return tuple(json.dumps(m) if isinstance(m, Mapping) else m for m in value)
+        return value
+
+    @field_validator("lora_modules")
+    @classmethod
+    def _sound_modules(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        names = [LoraModule.parse(text).name for text in value]
+        twice = {name for name in names if names.count(name) > 1}
+        if twice:
+            raise ValueError(f"names {', '.join(sorted(twice))} twice")
+        return value
+
+    @field_validator("api_key", "admin_key")
+    @classmethod
+    def _no_empty_key(cls, value: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
+        if any(not key.get_secret_value().strip() for key in value):
+            raise ValueError("a key is empty")
+        return value
+
+    @model_validator(mode="after")
+    def _roots_for_updates(self) -> Self:
+        if self.allow_runtime_lora_updating and self.allowed_roots is None:
+            raise ValueError(
+                "allow_runtime_lora_updating lets clients name files to read: say from where by "
+                "allowed_roots"
+            )
+        return self
+
+    @property
+    def modules(self) -> tuple[LoraModule, ...]:
+        """The adapters to load at start."""
+        return tuple(LoraModule.parse(text) for text in self.lora_modules)
+
+
+class LoraModule(Settings):
+    """One adapter to load at start.
+
+    Attributes:
+        name: requests name it as their model.
+        path: a source.
+        base_model_name: of the base model it is for, if it says so.
+    """
+
+    name: str
+    path: str
+    base_model_name: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> LoraModule:
+        """Read ``NAME=SOURCE`` or JSON.
+
+        Raises:
+            ValueError: it is neither.
+        """
+        if text.lstrip().startswith("{"):
+            return cls.model_validate_json(text)
+        name, equals, path = text.partition("=")
+        if not (equals and name.strip() and path.strip()):
+            raise ValueError(f"{text!r} is not NAME=SOURCE, such as sql=adapters/sql")
+        return cls(name=name.strip(), path=path.strip())
