@@ -78,6 +78,10 @@ class BatchError(BranchlineError, ValueError):
     """The rows named for a batch do not fit the batch, or are used outside of one."""
 
 
+class RankError(BranchlineError, RuntimeError):
+    """The ranks of a tensor-parallel replica did not do the same, or one of them alone failed."""
+
+
 class AdapterError(BranchlineError):
     """Base of what can go wrong with one adapter."""
 
