@@ -58,20 +58,24 @@ class Seats:
         Args:
             wanted: ranks by digest, of all that have sequences.
         """
-        self._clock += 1
         if self._fit(wanted.values()):
             self._served.clear()
             return frozenset(wanted)
+        for digest, served in tuple(self._served.items()):
+            if digest not in wanted or served >= self._turn:
+                # A number of its own, in the order of seating: ties would favour some for ever.
+                self._clock += 1
+                self._left[digest] = self._clock
+                del self._served[digest]
         self._left = {digest: at for digest, at in self._left.items() if digest in wanted}
-        in_turn = [d for d, served in self._served.items() if d in wanted and served < self._turn]
-        others = sorted(wanted.keys() - set(in_turn), key=lambda d: self._left.get(d, 0))
+        in_turn = list(self._served)
+        others = [digest for digest in wanted if digest not in self._served]
+        others.sort(key=lambda digest: self._left.get(digest, 0))
         seated: dict[str, int] = {}
         for digest in (*in_turn, *others):
             if self._fit((*seated.values(), wanted[digest])):
                 seated[digest] = wanted[digest]
-        for digest in self._served.keys() - seated.keys():
-            self._left[digest] = self._clock
-        self._served = {digest: self._served.get(digest, 0) % self._turn + 1 for digest in seated}
+        self._served = {digest: self._served.get(digest, 0) + 1 for digest in seated}
         return frozenset(seated)
 
     def _fit(self, ranks: Iterable[int]) -> bool:
