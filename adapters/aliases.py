@@ -10,6 +10,7 @@ from collections.abc import Callable
 from itertools import islice
 
 from ..core.errors import AdapterError, AdapterExistsError, AdapterNotFoundError, ConfigError
+from .activity import Operation
 from .sources import AdapterResolver, AdapterSource
 from .store import VersionStore, as_new
 from .tiers.disk import is_passing, passing_told
@@ -188,7 +189,7 @@ class AliasTable:
         source, error = alias.source, None
         assert source is not None
         try:
-            with passing_told(alias.name, source):
+            with self._store.log.timed(Operation.READ), passing_told(alias.name, source):
                 weights = self._store.disk.read(source)
                 self.publish(alias, weights, source, f"adapter '{alias.name}' was read", first=True)
         except AdapterError as caught:
@@ -241,6 +242,7 @@ class AliasTable:
                 if source is None or alias.pinned:
                     self._store.host.check_can_keep(version)
                 alias.source, alias.origin = source, weights.source
+                alias.chat_template = weights.chat_template
                 self._store.point(alias, version, reason)
                 return alias.info()
         finally:

@@ -107,6 +107,11 @@ class BaseFacts:
         """Linears, embeddings and norms by their full names."""
         return {**self.layers, **self.embeddings, **self.norms}
 
+    @property
+    def refusals(self) -> Mapping[str, str]:
+        """Why some of the targets cannot take an adapter, by name."""
+        return {name: t.refusal for name, t in self.targets.items() if t.refusal is not None}
+
     def with_base_rules(self, *, allow_mismatch: bool, reads_folders: bool) -> BaseFacts:
         """These facts, with how strictly an adapter's base is compared; see `BaseIdentity`."""
         identity = replace(

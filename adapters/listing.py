@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..core.errors import AdapterNotFoundError
+from .activity import AdapterCounters
 from .aliases import AliasTable
 from .store import VersionStore
-from .version import AdapterInfo, AdapterMemory
+from .version import AdapterInfo, AdapterMemory, AdapterState, Tier
 
 
 class AdapterListing:
@@ -57,6 +59,15 @@ class AdapterListing:
                 )
             return version.config
 
+    def chat_template(self, name: str) -> str | None:
+        """The chat template that the source of a name brought; None for none.
+
+        Raises:
+            AdapterNotFoundError: the name is unknown.
+        """
+        with self._store.lock:
+            return self._aliases.known(name).chat_template
+
     def draining(self) -> tuple[AdapterInfo, ...]:
         """Versions that no name points at any more, and batches still use."""
         with self._store.lock:
@@ -74,6 +85,23 @@ class AdapterListing:
                 len(store.device.slots),
                 store.device.occupied,
             )
+
+    def counters(self) -> AdapterCounters:
+        """What happened to adapters since the model was wrapped."""
+        store = self._store
+        with store.lock:
+            return AdapterCounters(store.log.counts(), store.device.evictions, store.host.evictions)
+
+    def states(self) -> Mapping[tuple[AdapterState, Tier], int]:
+        """How many names stand where in their life, and in which tier."""
+        with self._store.lock:
+            aliases = self._aliases.all()
+        found: Counter[tuple[AdapterState, Tier]] = Counter()
+        for alias in aliases:
+            # One by one, as in `list`.
+            with self._store.lock:
+                found[alias.state, alias.tier] += 1
+        return found
 
     def live(self, names: Iterable[str]) -> dict[int, str]:
         """Identities of the contents behind `names`, for the planner.

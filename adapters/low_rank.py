@@ -14,6 +14,7 @@ import torch
 from ..core.platform import Platform, detect_platform
 from ..linear.branching import BranchInput
 from ..linear.outputs import Shrink
+from ..linear.probing import is_probing
 from .kernels.base import LowRankCall, LowRankConfig, LowRankStack
 from .kernels.eager import EagerLowRank
 from .kernels.selection import select_low_rank
@@ -128,7 +129,8 @@ class LowRankSlots:
         verdict = self.kernel.accepts(out, source)
         if verdict.ok:
             return LowRankCall(self.kernel, out, source, slots, shrunk)
-        self.fallbacks[verdict.reason] += 1
+        if not is_probing():
+            self.fallbacks[verdict.reason] += 1
         return LowRankCall(self._eager, out, source, slots, shrunk)
 
     def _run_one(self, call: LowRankCall) -> torch.Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ import torch
 from ..core.errors import AdapterBusyError, ConfigError
 from ..linear.batch import Batch, BatchPlan
 from ..linear.registry import LayerRegistry
+from .activity import Operation
 from .aliases import BASE_NAME, AliasTable
 from .base import BaseFacts, BaseWeights
 from .disabled import is_disabled
@@ -108,7 +109,8 @@ class AdapterManager(AdapterListing):
             AdapterCapacityError: its rank is higher than that of any slot, or there are none.
         """
         parsed = AdapterSource.parse(source)
-        return self._aliases.load(name, parsed, lambda: self._read_source(name, parsed))
+        with self._store.log.timed(Operation.LOAD):
+            return self._aliases.load(name, parsed, lambda: self._read_source(name, parsed))
 
     def install(self, name: str, weights: AdapterWeights) -> AdapterInfo:
         """Serve weights that are in memory; having no source, they stay in host memory.
@@ -152,9 +154,10 @@ class AdapterManager(AdapterListing):
             AdapterCapacityError: as in `load`.
         """
         parsed = AdapterSource.parse(source)
-        alias = self._aliases.settled(name)
-        weights = self._read_source(name, parsed)
-        return self._aliases.publish(alias, weights, parsed, f"adapter '{name}' was swapped")
+        with self._store.log.timed(Operation.SWAP):
+            alias = self._aliases.settled(name)
+            weights = self._read_source(name, parsed)
+            return self._aliases.publish(alias, weights, parsed, f"adapter '{name}' was swapped")
 
     def reload(self, name: str) -> AdapterInfo:
         """Read the source of `name` again, and take what lies there now; mends a broken adapter.
@@ -184,7 +187,7 @@ class AdapterManager(AdapterListing):
             AdapterBusyError: batches still use it after `timeout`; the name is forgotten all the
                 same, and the memory freed when they end.
         """
-        with self._store.changed:
+        with self._store.log.timed(Operation.UNLOAD), self._store.changed:
             self.refuse_if_closed()
             alias = self._aliases.forget(name)
             version = alias.version
@@ -326,6 +329,21 @@ class AdapterManager(AdapterListing):
         with self._held(name, to_host=True) as version, self._store.lock:
             version.leases += 1
             return Lease(self._store, version, name)
+
+    @contextmanager
+    def held_in_slots(self, names: Sequence[str]) -> Iterator[tuple[Version, ...]]:
+        """Keep the contents of `names` in slots, briefly and for no batch: nothing counts as used.
+
+        Idle adapters make room, as for a batch; batches that need the slots wait.
+
+        Raises:
+            AdapterCapacityError: batches in flight leave too few slots now.
+            AdapterError: as in `rows`.
+        """
+        with ExitStack() as held:
+            versions = tuple(held.enter_context(self._held(name)) for name in names)
+            self._store.place(tuple(dict.fromkeys(versions)), wait=False)
+            yield versions
 
     def base_batch(self) -> Batch:
         """The batch of forwards that name no adapter: base rows, any number of them."""

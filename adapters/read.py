@@ -13,6 +13,7 @@ from typing import Any
 from ..core.errors import AdapterFormatError, AdapterNotFoundError
 from .assemble import assemble
 from .base import BaseFacts, BaseWeights
+from .chat_template import read_chat_template
 from .check import LoadPlan, plan_load
 from .config_file import CONFIG_NAME, ParsedConfig, load_config, parse_config
 from .findings import Finding, raise_findings
@@ -46,9 +47,10 @@ def read_adapter(
 ) -> AdapterWeights:
     """Read an adapter that PEFT saved, checked against a base model.
 
-    Nothing is read but `adapter_config.json` and `adapter_model.safetensors` (or, where there is
-    none, `adapter_model.bin`) in that folder, and no tensor before names, shapes, dtypes, ranks,
-    targets and task are checked. What comes back is on the CPU and owns its memory.
+    Nothing is read but `adapter_config.json`, `adapter_model.safetensors` (or, where there is
+    none, `adapter_model.bin`) and a chat template in that folder, and no tensor before names,
+    shapes, dtypes, ranks, targets and task are checked. What comes back is on the CPU and owns its
+    memory.
 
     Args:
         path: the folder.
@@ -81,7 +83,8 @@ def read_adapter(
         weights = assemble(
             plan, file.read, source=os.fspath(path), subject=subject, base_weights=base_weights
         )
-    return replace(weights, config=MappingProxyType(raw))
+    template = read_chat_template(folder, subject)
+    return replace(weights, config=MappingProxyType(raw), chat_template=template)
 
 
 def read_plan(path: str | Path, base: BaseFacts, *, max_rank: int) -> LoadPlan:

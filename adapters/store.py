@@ -23,7 +23,9 @@ from ..core.errors import (
     ConfigError,
 )
 from ..linear.registry import Holding, LayerRegistry
+from .activity import Operation, OperationLog
 from .branch import check_range, holder_of
+from .shards import own_share
 from .tiers.device import DeviceTier, Move
 from .tiers.disk import DiskTier
 from .tiers.host import HostTier, page_locked
@@ -56,6 +58,7 @@ class VersionStore:
         self._page_locked = device.type == "cuda"
         self.limits = limits
         self.disk = disk
+        self.log = OperationLog()
         self.host = HostTier(limits)
         self.device = DeviceTier(registry, limits, dtype, device)
         self.lock = threading.RLock()
@@ -88,12 +91,12 @@ class VersionStore:
             weights: checked against the base model.
 
         Raises:
-            AdapterUnsupportedError: see `check_range`.
+            AdapterUnsupportedError: see `check_range` and `own_share`.
             AdapterCapacityError: no slot can hold it.
         """
         self.device.check_fits(name, weights.rank)
         check_range(name, weights, self._dtype)
-        return Version(self._placed(weights), self._footprint(weights))
+        return Version(self._placed(name, weights), self._footprint(weights))
 
     def fill_slot(self, version: Version, replaces: Version | None) -> None:
         """Write a version that was prepared into a slot, where one is free.
@@ -300,7 +303,9 @@ class VersionStore:
             sources = version.sources
         weights = error = None
         try:
-            weights = self._placed(self.disk.read_again(version.label, version.digest, sources))
+            with self.log.timed(Operation.READ):
+                found = self.disk.read_again(version.label, version.digest, sources)
+            weights = self._placed(version.label, found)
         except AdapterBrokenError as caught:
             error = caught
             raise
@@ -315,11 +320,12 @@ class VersionStore:
                         self.host.trim()
                 self.changed.notify_all()
 
-    def place(self, versions: Sequence[Version]) -> None:
+    def place(self, versions: Sequence[Version], *, wait: bool = True) -> None:
         """Give each of a batch's versions a slot, all or none.
 
         Args:
             versions: held by the batch, and in memory.
+            wait: for slots that come free by themselves; not who holds versions briefly.
 
         Raises:
             AdapterCapacityError: they, or other batches in flight, need more slots than there are.
@@ -332,7 +338,7 @@ class VersionStore:
                     moves = self._reserve(versions)
                 except AdapterCapacityError:
                     # A slot that is being written, or held by no batch, is idle a moment later.
-                    if not self.device.writing and not self._hold_ends(versions):
+                    if not wait or not (self.device.writing or self._hold_ends(versions)):
                         raise
                     self.changed.wait()
         if moves:
@@ -393,8 +399,9 @@ class VersionStore:
                 self._footprints[key] = found
             return found
 
-    def _placed(self, weights: AdapterWeights) -> AdapterWeights:
-        return page_locked(weights) if self._page_locked else weights
+    def _placed(self, name: str, weights: AdapterWeights) -> AdapterWeights:
+        own = own_share(name, weights, self._registry.layers)
+        return page_locked(own) if self._page_locked else own
 
 
 def as_new(error: AdapterError, name: str) -> AdapterError:

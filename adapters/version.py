@@ -256,6 +256,7 @@ class Alias:
         error: why it could not be read.
         priority: for the policy "priority".
         pinned: its content keeps its slot and its host memory.
+        chat_template: that its source brought; two names of one content may have two.
     """
 
     name: str
@@ -266,15 +267,29 @@ class Alias:
     error: AdapterError | None = field(default=None, repr=False)
     priority: int = 0
     pinned: bool = False
+    chat_template: str | None = field(default=None, repr=False)
+
+    @property
+    def state(self) -> AdapterState:
+        """Where it stands in its life."""
+        if self.version is not None:
+            return self.version.state
+        if self.error is not None:
+            return AdapterState.BROKEN
+        return AdapterState.LOADING if self.loading else AdapterState.REGISTERED
+
+    @property
+    def tier(self) -> Tier:
+        """The fastest place that its content lies in."""
+        return Tier.DISK if self.version is None else self.version.tier
 
     def info(self) -> AdapterInfo:
         """Its line of the listing."""
         if self.version is not None:
             return self.version.info(self)
-        state = AdapterState.LOADING if self.loading else AdapterState.REGISTERED
         return AdapterInfo(
             self.name, "", self.origin, 0, 0, 0, None, 0, (),
-            state=state if self.error is None else AdapterState.BROKEN,
+            state=self.state,
             priority=self.priority,
             pinned=self.pinned,
             reason="" if self.error is None else str(self.error),

@@ -207,6 +207,7 @@ class AdapterWeights:
         config: its adapter_config.json, decoded; names and settings of training included.
         invocation: token ids, from whose last occurrence on it acts; empty: on every token.
         uses_base: it was computed with the base's weights, and is another where those change.
+        chat_template: that its folder brings; no part of what it computes.
     """
 
     source: str
@@ -219,6 +220,7 @@ class AdapterWeights:
     config: Mapping[str, Any] = field(default_factory=lambda: _NOTHING)
     invocation: tuple[int, ...] = ()
     uses_base: bool = False
+    chat_template: str | None = None
 
     @property
     def modules(self) -> Mapping[str, AnyWeights]:

@@ -14,6 +14,7 @@ from .generate import generate
 from .inspect import inspect
 from .output import note
 from .quantize import quantize
+from .serve import ServeCommand, serve
 from .verify import verify
 
 
@@ -40,6 +41,7 @@ app.command()(audit)
 app.command()(generate)
 app.command()(inspect)
 app.command()(quantize)
+app.command(cls=ServeCommand)(serve)
 app.command()(verify)
 
 

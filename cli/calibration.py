@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +48,16 @@ BUILT_IN = (
 )
 
 
-def calibration_data(file: Path | None, tokenizer: Any) -> Calibration | list[dict[str, Any]]:
+def calibration_data(
+    file: Path | None, tokenizer: Any, say: Callable[[str], None] = note
+) -> Calibration | list[dict[str, Any]]:
     """Saved scales, or the arguments of one forward for each few prompts.
 
     Args:
         file: a `.json` file of saved scales, or a `.txt` file of prompts, one a line; None for
             the built-in prompts.
         tokenizer: makes the tokenizer, if one is needed.
+        say: is told where the built-in prompts are taken.
 
     Raises:
         CalibrationError: the file cannot be used.
@@ -62,7 +66,7 @@ def calibration_data(file: Path | None, tokenizer: Any) -> Calibration | list[di
         return Calibration.load(file)
     texts = list(BUILT_IN) if file is None else _prompts(file)
     if file is None:
-        note(f"no --calibration given: calibrating on {len(BUILT_IN)} built-in English prompts")
+        say(f"no --calibration given: calibrating on {len(BUILT_IN)} built-in English prompts")
     # Of about one length, so that little of a batch is padding.
     texts.sort(key=len)
     batches = (texts[i : i + _BATCH_ROWS] for i in range(0, len(texts), _BATCH_ROWS))

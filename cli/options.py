@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import typer
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 from rich.markup import escape
 
@@ -32,28 +32,66 @@ def with_settings(
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        # typer reads the signature; from a string annotation it could not resolve a made-up one.
-        signature = inspect.signature(command, eval_str=True)
+        def checking(*, flags: dict[str, Any], **given: Any) -> None:
+            command(**given, settings=_checked(model, flags))
+
         flags = [_flag(name, field, panel) for name, field in model.model_fields.items()]
-        own = [p for p in signature.parameters.values() if p.name != "settings"]
-
-        def run(context: typer.Context, **given: Any) -> None:
-            values = {flag.name: given.pop(flag.name) for flag in flags}
-            # Only what was typed counts as set; the model's own defaults stand for the rest.
-            typed = {name: value for name, value in values.items() if _was_typed(context, name)}
-            command(**given, settings=_checked(model, typed))
-
-        run.__name__, run.__doc__ = command.__name__, command.__doc__
-        run.__module__ = command.__module__
-        context = inspect.Parameter(
-            "context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context
-        )
-        made = signature.replace(parameters=[context, *own, *flags])
-        run.__signature__ = made  # pyright: ignore[reportFunctionMemberAccess]
-        run.__annotations__ = {p.name: p.annotation for p in made.parameters.values()}
-        return run
+        return _with_flags(command, checking, "settings", flags)
 
     return decorate
+
+
+def with_flags(
+    model: type[_Model],
+    panels: Mapping[str, str],
+    others: Mapping[str, tuple[str, ...]],
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """As `with_settings`, of a command that takes the values of further places into account.
+
+    The command is called with `flags`, in place of its parameter of that name: the values of the
+    fields whose flags were given, which nobody has checked yet.
+
+    Args:
+        model: its fields make the flags.
+        panels: heading in the help, by field.
+        others: by field, further names of its flag.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        flags = [
+            _flag(name, field, panels[name], others.get(name, ()))
+            for name, field in model.model_fields.items()
+        ]
+        return _with_flags(command, command, "flags", flags)
+
+    return decorate
+
+
+def _with_flags(
+    command: Callable[..., None],
+    call: Callable[..., None],
+    parameter: str,
+    flags: Sequence[inspect.Parameter],
+) -> Callable[..., None]:
+    # typer reads the signature; from a string annotation it could not resolve a made-up one.
+    signature = inspect.signature(command, eval_str=True)
+    own = [p for p in signature.parameters.values() if p.name != parameter]
+
+    def run(context: typer.Context, **given: Any) -> None:
+        values = {flag.name: given.pop(flag.name) for flag in flags}
+        # Only what was typed counts as set; the model's own defaults stand for the rest.
+        typed = {name: value for name, value in values.items() if _was_typed(context, name)}
+        call(**given, flags=typed)
+
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__module__ = command.__module__
+    context = inspect.Parameter(
+        "context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context
+    )
+    made = signature.replace(parameters=[context, *own, *flags])
+    run.__signature__ = made  # pyright: ignore[reportFunctionMemberAccess]
+    run.__annotations__ = {p.name: p.annotation for p in made.parameters.values()}
+    return run
 
 
 def flag_name(field: str) -> str:
@@ -61,12 +99,14 @@ def flag_name(field: str) -> str:
     return f"--{field.replace('_', '-')}"
 
 
-def _flag(name: str, field: FieldInfo, panel: str) -> inspect.Parameter:
+def _flag(
+    name: str, field: FieldInfo, panel: str, others: tuple[str, ...] = ()
+) -> inspect.Parameter:
     kind = _option_type(name, field.annotation)
     flag = flag_name(name)
     # What is off anyway needs no second flag to switch it off.
     declaration = f"{flag}/{flag_name('no_' + name)}" if field.default is True else flag
-    option = typer.Option(declaration, help=help_of(field), rich_help_panel=panel)
+    option = typer.Option(declaration, *others, help=help_of(field), rich_help_panel=panel)
     return inspect.Parameter(
         name,
         # In any order, required ones behind those with a default too.
@@ -79,6 +119,8 @@ def _flag(name: str, field: FieldInfo, panel: str) -> inspect.Parameter:
 def _option_type(name: str, annotation: Any) -> Any:
     """What typer knows for the type of a field: `T | None` is `T`, a sequence is repeatable."""
     origin, arguments = get_origin(annotation), get_args(annotation)
+    if annotation is SecretStr:
+        return str
     if origin in (Union, types.UnionType):
         (kind, *others) = [argument for argument in arguments if argument is not type(None)]
         if not others:

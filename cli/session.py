@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -71,13 +71,15 @@ class Session:
         folder: of the model.
         adapters: to load.
         calibration: the file given, if any.
-        settings: how to wrap.
+        settings: how to wrap; what a model derived from `WrapConfig` has besides is left alone.
+        say: is told what is being done.
     """
 
     folder: Path
     adapters: Sequence[NamedSource]
     calibration: Path | None
     settings: WrapConfig
+    say: Callable[[str], None] = note
 
     def __post_init__(self) -> None:
         """Usage errors, before anything slow happens."""
@@ -117,16 +119,17 @@ class Session:
         Raises:
             BranchlineError: something does not fit.
         """
-        note(f"loading {self.folder}")
+        self.say(f"loading {self.folder}")
         model = load_model(self.folder)
         calibration = None
         if self._static:
-            calibration = calibration_data(self.calibration, lambda: self.tokenizer)
-        note(f"wrapping {type(model).__name__}")
+            calibration = calibration_data(self.calibration, lambda: self.tokenizer, self.say)
+        self.say(f"wrapping {type(model).__name__}")
         # Unset settings stay unset: `wrap` refuses one that is set and would have no effect.
-        settings = self.settings.model_dump(exclude_unset=True)
+        fields = set(WrapConfig.model_fields)
+        settings = self.settings.model_dump(exclude_unset=True, include=fields)
         served = wrap(model, calibration=calibration, **settings)
         for adapter in self.adapters:
             info = served.adapters.load(adapter.name, adapter.source)
-            note(f"loaded adapter {info.name} (rank {info.rank}, {info.modules} modules)")
+            self.say(f"loaded adapter {info.name} (rank {info.rank}, {info.modules} modules)")
         return served

@@ -206,7 +206,9 @@ class _Discoverer:
         raw = partial(compute_raw, semantics) if isinstance(semantics, NormSemantics) else None
         site = self.add_site(facts, layers, raw, observed)
         if raw is not None:
-            self.replacements.append((module, _NormForward(site, module)))
+            forward = _NormForward(site, module)
+            site.vectors = forward.vectors
+            self.replacements.append((module, forward))
 
     # --- placing --------------------------------------------------------------------------------
 
@@ -317,7 +319,11 @@ class _NormForward:
             self._site.counters.fall_back("its settings were changed after wrapping")
             self._site.counters.count(Route.UNFUSED)
             return self._site.own_rows_of(type(self._module).forward(self._module, x), x)
-        return self._site(x, *(getattr(self._module, name) for name in self._vectors))
+        return self._site(x, *self.vectors())
+
+    def vectors(self) -> tuple[torch.Tensor, ...]:
+        """What the site is handed beside the activation."""
+        return tuple(getattr(self._module, name) for name in self._vectors)
 
     def _holds(self) -> bool:
         return self._settings.hold() and _vectors(self._module) == self._vectors

@@ -133,6 +133,8 @@ class Site(nn.Module):
         self.layers = layers
         self._observed = tuple(observed.items())
         self._grouped: list[LinearKernel] = []
+        #: What a norm's site is handed beside the activation: (weight,) or (weight, bias).
+        self.vectors: Callable[[], tuple[torch.Tensor, ...]] = tuple
         #: The norm that it is computed in the place of, where that takes adapters.
         self.maker: ModulePlace | None = None
         self.handle = ops.register(self)
@@ -197,6 +199,21 @@ class Site(nn.Module):
 
     def produce(self, batch: Batch, inputs: tuple[torch.Tensor, ...]) -> QuantizedActivation:
         """By the planned producer or, where it refuses these tensors, by the oracle."""
+        out, refused = self.make(batch, inputs)
+        if refused:
+            self.counters.fall_back(refused)
+        self.counters.count(Route(batch.plan.routes[self.index]))
+        return out
+
+    def make(
+        self, batch: Batch, inputs: tuple[torch.Tensor, ...]
+    ) -> tuple[QuantizedActivation, str]:
+        """What `produce` hands on, and why the planned producer was passed over; counts nothing.
+
+        Raises:
+            ContractError: no producer computes this of such tensors.
+            BatchError: they do not hold the rows of the batch.
+        """
         plan = cast(ProducerPlan, batch.plan)
         producer, semantics = plan.producers[self.index], self.facts.semantics
         assert producer is not None
@@ -205,9 +222,9 @@ class Site(nn.Module):
         if emission.raw is not None or emission.shrinks:
             for layer in self.layers:
                 layer.refuse_misfit(inputs[0].shape, batch)
-        verdict = producer.accepts(semantics, inputs, emission)
+        verdict, refused = producer.accepts(semantics, inputs, emission), ""
         if not verdict.ok:
-            self.counters.fall_back(f"{producer.name}: {verdict.reason}")
+            refused = f"{producer.name}: {verdict.reason}"
             producer = EAGER
             if not EAGER.accepts(semantics, inputs, emission).ok:
                 raise ContractError(
@@ -216,8 +233,7 @@ class Site(nn.Module):
                     "keep the dtypes that the model was wrapped with",
                 )
         out = producer.produce(semantics, inputs, emission).activation
-        self.counters.count(emission.route)
-        return out.shared() if len(self.layers) > 1 else out
+        return (out.shared() if len(self.layers) > 1 else out), refused
 
     def emission(self, batch: Batch) -> Emission:
         """What this site emits in `batch`; the same object for all of its forwards."""

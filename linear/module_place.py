@@ -57,6 +57,8 @@ class ModulePlace:
         self.branch: RowBranch | None = None
         self._source = source
         self._forward: Callable[[torch.Tensor], Any] = module.forward
+        # Of one that is split over ranks, what exchanges its parts.
+        self._replaced = vars(module).get("forward")
         self.handle = ops.register(self)
 
     def install(self) -> None:
@@ -66,6 +68,8 @@ class ModulePlace:
     def uninstall(self) -> None:
         """Give the module its own forward back."""
         vars(self.module).pop("forward", None)
+        if self._replaced is not None:
+            vars(self.module)["forward"] = self._replaced
 
     def made_like(self, x: torch.Tensor) -> torch.Tensor:
         """Room for the module's output of `x`, unwritten: what a compiled graph knows of it."""

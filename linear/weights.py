@@ -25,15 +25,21 @@ def linear_refusal(module: nn.Module) -> str | None:
     return reason
 
 
-def kind_refusal(module: nn.Module) -> str | None:
-    """Why `module` is no linear that we understand, wherever its weight lies; None where it is."""
+def kind_refusal(module: nn.Module, *, own_forward: bool = True) -> str | None:
+    """Why `module` is no linear that we understand, wherever its weight lies; None where it is.
+
+    Args:
+        module: any.
+        own_forward: refuse one whose forward was put on the object; false where the caller knows
+            what it does.
+    """
     cls = type(module)
     if not isinstance(module, (nn.Linear, Conv1D)):
         return f"{cls.__qualname__} is neither nn.Linear nor transformers' Conv1D"
     if parametrize.is_parametrized(module):
         return f"{cls.__qualname__} computes its weight by a parametrization"
     parent = nn.Linear if isinstance(module, nn.Linear) else Conv1D
-    if cls.forward is not parent.forward or "forward" in vars(module):
+    if cls.forward is not parent.forward or (own_forward and "forward" in vars(module)):
         return f"{cls.__qualname__} has a forward of its own"
     if isinstance(module, NonDynamicallyQuantizableLinear):
         return f"{cls.__qualname__} is never called: its owner computes with its weight"

@@ -11,6 +11,23 @@ from ..fusion.producers.base import Producer
 
 
 @dataclass(frozen=True)
+class OutOfService:
+    """A producer that may not serve one route of one site any more.
+
+    Attributes:
+        site: its name.
+        route: what it was planned for.
+        producer: its name.
+        reason: what was found.
+    """
+
+    site: str
+    route: Route
+    producer: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class SitePlan:
     """What one site does, and why.
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import reduce
 from operator import or_
 
@@ -21,10 +22,15 @@ from ..linear.branching import Place
 from ..linear.contract import InputContract
 from ..linear.registry import LayerRegistry, RawReader
 from ..linear.routed import RoutedLinear
-from .plan import Plan, SitePlan
+from .plan import OutOfService, Plan, SitePlan
 from .policy import AbsorbedPolicy, DualPolicy, DynamicPolicy, Policy, RouteChoice, SiteState
 
 _KEPT_PLANS = 1024
+
+
+@dataclass(frozen=True)
+class _Withdrawn(Selection):
+    """Of a producer that was taken out of service; the site is unfused then, by no other route."""
 
 
 class Planner:
@@ -63,6 +69,33 @@ class Planner:
         self._force = force
         self._plans: OrderedDict[tuple[object, ...], Plan] = OrderedDict()
         self._lock = threading.Lock()
+        self._out_of_service: Mapping[tuple[str, Route, str], OutOfService] = {}
+
+    @property
+    def out_of_service(self) -> tuple[OutOfService, ...]:
+        """What `withdraw` was told so far."""
+        return tuple(self._out_of_service.values())
+
+    def withdraw(self, faults: Iterable[OutOfService]) -> tuple[OutOfService, ...]:
+        """Plan these producers no more; where one would be chosen, the site is unfused.
+
+        Batches in flight go on with their plans, later ones get new ones.
+
+        Args:
+            faults: each with its reason; of what is out of service already, the first one stays.
+
+        Returns:
+            those that were in service before.
+        """
+        with self._lock:
+            known = self._out_of_service
+            given = {(fault.site, fault.route, fault.producer): fault for fault in faults}
+            added = {key: fault for key, fault in given.items() if key not in known}
+            self._out_of_service = {**known, **added}
+        if added:
+            names = ", ".join(dict.fromkeys(fault.site for fault in added.values()))
+            self.registry.advance(f"taken out of service: routes of {names}")
+        return tuple(added.values())
 
     def plan(self, live: Mapping[int, str], policy: Policy | None = None) -> Plan:
         """The plan for batches whose rows use exactly the adapters `live`.
@@ -149,6 +182,9 @@ class Planner:
             else:
                 selection = self._select(site, choice.route, readers)
             rejected = (*rejected, *selection.rejected)
+            if isinstance(selection, _Withdrawn):
+                reason = "; ".join([*failed, selection.reason])
+                return RouteChoice(Route.UNFUSED, reason), Selection(None, rejected)
             if _only_emulated(selection, fused):
                 failed.append(f"not {choice.route}: only emulated")
                 continue
@@ -200,13 +236,19 @@ class Planner:
             self._lora_dtype if absorbed else None,
         )
         try:
-            return self._producers.select(request, self._force)
+            selection = self._producers.select(request, self._force)
         except KernelUnavailableError as error:
             # Only FUSED says whether a forced producer can serve the site; from any other route the
             # policy has a way back.
             if route == Route.FUSED:
                 raise
             return Selection(None, (Rejection(self._force or "", error.reason),), error.reason)
+        name = "" if selection.producer is None else selection.producer.name
+        fault = self._out_of_service.get((site.facts.name, route, name))
+        if fault is None:
+            return selection
+        reason = f"out of service: {fault.reason}"
+        return _Withdrawn(None, (*selection.rejected, Rejection(name, reason)), reason)
 
     def _parts(self, place: Place, live: Mapping[int, str]) -> int:
         held = (h.parts for h in self.registry.branches(place, live.keys()).values())

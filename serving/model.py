@@ -22,6 +22,7 @@ from ..linear.registry import LayerRegistry
 from ..policies.audit import AuditReport, audit
 from ..policies.planner import Planner
 from .config import Quant, WrapConfig
+from .parallel.ranks import Ranks
 from .peft_surface import REFUSED, PeftSurface
 from .requantize import requantized
 
@@ -94,6 +95,7 @@ class ServedModel(PeftSurface, nn.Module):
         discovery: the sites.
         calibration: the observed input ranges; None without static scales.  `save` them to wrap
             the same model again without prompts.
+        ranks: of the replica, where the model is split over several; else None.
     """
 
     def __init__(
@@ -114,6 +116,7 @@ class ServedModel(PeftSurface, nn.Module):
         self.adapters = adapters
         self.discovery = discovery
         self.calibration = calibration
+        self.ranks: Ranks | None = None
         self.undo = ExitStack()
         self.training = False
 

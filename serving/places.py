@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from torch import nn
@@ -43,7 +43,11 @@ class FoundPlaces:
 
 
 def find_places(
-    model: nn.Module, base: BaseFacts, registry: LayerRegistry, found: Discovery
+    model: nn.Module,
+    base: BaseFacts,
+    registry: LayerRegistry,
+    found: Discovery,
+    split: Collection[str] = (),
 ) -> FoundPlaces:
     """The embeddings and norms of `model` that adapters can have parts of.
 
@@ -52,6 +56,7 @@ def find_places(
         base: names the candidates.
         registry: of its linears.
         found: its sites, and where modules keep the batch's rows.
+        split: embeddings that are split over ranks, and whose forward gives whole rows.
     """
     places: list[EmbeddingPlace | NormPlace] = []
     refusals: dict[str, str] = {}
@@ -69,8 +74,10 @@ def find_places(
             places.append(made)
 
     def embedding(name: str, index: int, module: nn.Embedding, layout: RowLayout):
+        if name in split and type(module).forward is not nn.Embedding.forward:
+            return "it is split over ranks and has a forward of its own"
         factor = lookup_factor(module)
-        if "forward" in vars(module):
+        if "forward" in vars(module) and name not in split:
             return "its forward was patched onto the object"
         if isinstance(factor, str):
             return factor

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 
 from .config import WrapConfig
 from .settings import Settings
@@ -94,15 +95,27 @@ class ServeConfig(EngineConfig):
             "base_model_name. Repeatable; --adapter NAME=SOURCE means the same."
         ),
     ] = ()
+    calibration: Annotated[
+        Path | None,
+        Field(
+            description="For quant fp8-static or nvfp4: a .txt of prompts, one a line, or a .json "
+            "of saved scales. Unset: a small built-in set of English prompts."
+        ),
+    ] = None
     api_key: Annotated[
         tuple[SecretStr, ...],
-        Field(description="Keys that requests must bring (Authorization: Bearer). Unset: none."),
+        Field(
+            description="Keys that requests must bring (Authorization: Bearer). Unset: none. On "
+            "the command line every user of the machine sees them (ps): better in the file or in "
+            "BRANCHLINE_API_KEY."
+        ),
     ] = ()
     admin_key: Annotated[
         tuple[SecretStr, ...],
         Field(
-            description="Keys for loading, swapping, unloading and the audit. Unset: those of "
-            "api_key."
+            description="Keys for loading, swapping, unloading, the list of adapters and the "
+            "audit; they are good for requests too. Unset: those of api_key. Better in "
+            "BRANCHLINE_ADMIN_KEY, as above."
         ),
     ] = ()
     allow_runtime_lora_updating: Annotated[
@@ -194,6 +207,12 @@ class ServeConfig(EngineConfig):
             )
         return self
 
+    @model_validator(mode="after")
+    def _keys_for_their_limit(self) -> Self:
+        if self.max_concurrency_per_key is not None and not self.api_key:
+            raise ValueError("max_concurrency_per_key counts by key, and there is no api_key")
+        return self
+
     @property
     def modules(self) -> tuple[LoraModule, ...]:
         """The adapters to load at start."""
@@ -221,7 +240,12 @@ class LoraModule(Settings):
             ValueError: it is neither.
         """
         if text.lstrip().startswith("{"):
-            return cls.model_validate_json(text)
+            try:
+                return cls.model_validate_json(text)
+            except ValidationError as error:
+                first = error.errors()[0]
+                field = ".".join(str(part) for part in first["loc"])
+                raise ValueError(f"{text!r}: {field} {first['msg']}") from error
         name, equals, path = text.partition("=")
         if not (equals and name.strip() and path.strip()):
             raise ValueError(f"{text!r} is not NAME=SOURCE, such as sql=adapters/sql")

@@ -37,7 +37,6 @@ from ..linear.kernels.float import FloatLinear
 from ..linear.quantized_linear import QuantizedLinear
 from ..linear.quantized_weight import QuantizedWeight
 from ..linear.registry import LayerRegistry, Unwrapped
-from ..linear.routed import RoutedLinear
 from ..linear.weights import (
     AnyLinear,
     FoundLinear,
@@ -52,6 +51,7 @@ from .base_facts import base_facts
 from .config import WrapConfig
 from .inputs import Prompts, calibration_batches, example_inputs
 from .model import ServedModel
+from .parallel.split import SplitModel
 from .places import find_places
 from .settings import ignored_linears
 
@@ -151,7 +151,7 @@ class _Wrapping:
             producer=self.config.producer,
             shrink_width=self.limits.width if adapters and policy == "absorbed" else 0,
         )
-        base_weights = BaseWeightsOf(self.model, self.registry)
+        base_weights = self.split.base_weights(self.model, self.registry)
         manager = self._manager(planner, base_weights)
         self.registry.serve_base_batches_from(manager.base_batch)
         self._check_forced(planner)
@@ -161,6 +161,7 @@ class _Wrapping:
         served = ServedModel(
             self.model, self.config, self.registry, planner, manager, found, ranges
         )
+        served.ranks = self.split.ranks
         self.undo.callback(served.watch_rows().remove)
         return served
 
@@ -175,10 +176,12 @@ class _Wrapping:
                 "carries adapter layers that PEFT injected, but is no PeftModel",
                 "wrap the PeftModel, or delete the adapters first and load them by name",
             )
+        self.split = SplitModel.of(model, self.undo)
         self.base = base_facts(model).with_base_rules(
             allow_mismatch=self.config.allow_base_mismatch,
             reads_folders=self.config.allowed_roots is None,
         )
+        self.split.localize(model, self.undo)
         if not isinstance(model, PeftModel):
             return model
         for name in model.peft_config:
@@ -211,7 +214,8 @@ class _Wrapping:
             device = linear_device(module)
             kernel = self._first_kernel(name, module)
             dtype = module.weight.dtype
-            layer = RoutedLinear(name, index, kernel, self.registry, dtype, device, module)
+            make = self.split.linear_class(name)
+            layer = make(name, index, kernel, self.registry, dtype, device, module)
             move_hooks(module, layer)
             self.undo.callback(move_hooks, layer, module)
             self.undo.callback(unwatch_hooks, layer)
@@ -382,7 +386,7 @@ class _Wrapping:
         self.refusals: dict[str, str] = {}
         if not self.limits.count:
             return
-        places = find_places(self.model, self.base, self.registry, found)
+        places = find_places(self.model, self.base, self.registry, found, self.split.embeddings)
         self.undo.callback(places.uninstall)
         places.install(self.registry)
         self.refusals = places.refusals
@@ -394,7 +398,10 @@ class _Wrapping:
         for layer in self.registry:
             if not layer.takes_branches:
                 refusals[layer.name] = "its input does not keep the batch's rows apart"
-        return self.base.with_refusals(refusals)
+        facts = self.base.with_refusals(refusals)
+        if self.split.ranks is not None:
+            self.split.ranks.check_alike("what takes no adapters", facts.refusals)
+        return facts
 
 
 def _group_kernels(sites: Iterable[Site]) -> None:

@@ -228,10 +228,27 @@ def test_command_lines_parse(arguments):
     command.make_context(arguments[0], arguments[1:], parent=context)
 
 
-@pytest.mark.parametrize("arguments", commands(), ids=" ".join)
+@pytest.mark.parametrize("arguments", [c for c in commands() if c[0] != "serve"], ids=" ".join)
 def test_command_lines_run(arguments, workplace, monkeypatch):
     monkeypatch.chdir(workplace)
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     said = {"inspect": "linears", "quantize": "linears quantised", "verify": "pass"}
     assert said.get(arguments[0], "fused") in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [c for c in commands() if c[0] == "serve"], ids=" ".join)
+def test_servers_that_are_shown_load_what_they_name(arguments, workplace, monkeypatch):
+    """As far as the moment at which they would serve."""
+    loaded = []
+
+    def run_server(config, loader, names):
+        loaded.append((names, loader().served.adapters.list()))
+
+    monkeypatch.chdir(workplace)
+    monkeypatch.setattr("branchline.serving.http.server.run_server", run_server)
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    ((names, adapters),) = loaded
+    assert names == ("model",)
+    assert [info.name for info in adapters] == ["sql", "tone"]

@@ -30,6 +30,16 @@ def package_folder(package: str) -> Path:
     return ROOT.joinpath(*package.split(".")[1:])
 
 
+def data_files() -> list[Path]:
+    """What is packaged beside modules."""
+    return [
+        path
+        for package, patterns in SETUPTOOLS["package-data"].items()
+        for pattern in patterns
+        for path in package_folder(package).glob(pattern)
+    ]
+
+
 def modules_on_disk() -> dict[str, Path]:
     """Every module of the package by its full name."""
     found = {}
@@ -176,7 +186,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path):
         (Path("branchline") / path.relative_to(ROOT)).as_posix()
         for path in modules_on_disk().values()
     }
-    expected.add("branchline/py.typed")
+    expected |= {(Path("branchline") / path.relative_to(ROOT)).as_posix() for path in data_files()}
     assert {name for name in names if not is_native(name)} == expected
     assert len([name for name in names if is_native(name)]) <= 1
 

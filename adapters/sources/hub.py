@@ -16,9 +16,11 @@ from huggingface_hub.errors import (
 )
 
 from ...core.errors import AdapterError, AdapterNotFoundError, AdapterSourceError
+from ..chat_template import TEMPLATE_FILES
 from ..config_file import CONFIG_NAME
 from ..read import PICKLE_NAME, TENSORS_NAME
 from .limits import Budget, SourceLimits
+from .local import ADAPTER_FILES
 from .source import HubSource
 
 
@@ -50,7 +52,7 @@ def fetch_repository(source: HubSource, limits: SourceLimits) -> Path:
         raise _explained(source, error) from error
     # What was cached by somebody else went past the sizes above.
     budget, found = Budget(source, limits), Path(folder, source.folder)
-    for name in (CONFIG_NAME, TENSORS_NAME, PICKLE_NAME):
+    for name in ADAPTER_FILES:
         if (found / name).exists():
             budget.take((found / name).stat().st_size)
     return found
@@ -61,7 +63,7 @@ def _cached(source: HubSource) -> str:
         source.repository,
         revision=source.revision,
         local_files_only=True,
-        allow_patterns=[_path(source, name) for name in (CONFIG_NAME, TENSORS_NAME, PICKLE_NAME)],
+        allow_patterns=[_path(source, name) for name in ADAPTER_FILES],
     )
 
 
@@ -79,6 +81,7 @@ def _listed(source: HubSource, limits: SourceLimits) -> tuple[str, tuple[str, ..
             f"the repository has no {' and no '.join(missing) or 'commit'}",
             "check the folder and the revision",
         )
+    wanted += [name for file in TEMPLATE_FILES if (name := _path(source, file)) in sizes]
     budget = Budget(source, limits)
     for name in wanted:
         budget.take(sizes[name])

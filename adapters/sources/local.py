@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ...core.errors import AdapterFormatError, AdapterNotFoundError, AdapterSourceError
+from ..chat_template import TEMPLATE_FILES
 from ..config_file import CONFIG_NAME
 from ..read import PICKLE_NAME, TENSORS_NAME
 from .limits import Budget, SourceLimits
 from .source import LocalSource
 
-#: The files of an adapter, by the names PEFT gives them; no other file is ever taken.
-ADAPTER_FILES = (CONFIG_NAME, TENSORS_NAME, PICKLE_NAME)
+#: The files of an adapter, by the names PEFT and transformers give them; no other is ever taken.
+ADAPTER_FILES = (CONFIG_NAME, TENSORS_NAME, PICKLE_NAME, *TEMPLATE_FILES)
 
 
 def is_restricted(source: LocalSource, limits: SourceLimits) -> bool:

@@ -92,6 +92,8 @@ class DeviceTier:
         self._class_of = [by_rank[rank] for rank in self.slots.ranks]
         self._branches: dict[str, AnyBranch] = {}
         self._writing = threading.Lock()
+        #: Versions that lost their slot to another one, so far.
+        self.evictions = 0
         # Free slots that could not be emptied when they should have been.
         self.unclean: set[int] = set()
         #: Versions whose slot is being written.
@@ -252,6 +254,7 @@ class DeviceTier:
         """The slot was written: the version lies there."""
         move.version.moving = False
         self.writing.discard(move.version)
+        self.evictions += move.evicted is not None
         self._seat(move.version, move.slot)
 
     def cancel(self, move: Move, *, untouched: bool = False) -> None:
@@ -266,8 +269,11 @@ class DeviceTier:
         slots = self._class_of[move.slot]
         slots.occupied.discard(move.slot)
         slots.free.append(move.slot)
-        if untouched and move.evicted is not None:
-            self._put_in(move.evicted, move.slot)
+        if move.evicted is not None:
+            if untouched:
+                self._put_in(move.evicted, move.slot)
+            else:
+                self.evictions += 1
 
     def follow(self, version: Version) -> None:
         """Whether a version may go has changed, or its priority."""
@@ -305,6 +311,7 @@ class DeviceTier:
             if victim is not None and victim.slot is not None:
                 freed.append(victim.slot)
                 self._take_out(victim)
+                self.evictions += 1
         return freed
 
     # --- what lies there ------------------------------------------------------------------------

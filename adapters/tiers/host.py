@@ -30,6 +30,8 @@ class HostTier:
         self._queue: EvictionQueue[Version] = EvictionQueue(limits.eviction)
         self._queued_bytes = 0
         self.count = 0
+        #: Copies that were let go to keep the limits, so far.
+        self.evictions = 0
         self.nbytes = 0
 
     @property
@@ -87,6 +89,7 @@ class HostTier:
             if victim is None:
                 return
             self.remove(victim)
+            self.evictions += 1
 
     def _dequeue(self, version: Version) -> None:
         if version in self._queue:

@@ -1,0 +1,121 @@
+"""What the routes of one server share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import HTTPConnection
+
+from ..model import ServedModel
+from ..serve_config import ServeConfig
+from .admission import Admission
+from .bridge import Bridges
+from .pooling import PoolingConfig
+from .sampling_defaults import model_defaults
+from .templates import ChatTemplates
+from .tokenization import Tokenization
+
+if TYPE_CHECKING:
+    from ..engine.engine import Engine
+    from ..self_check import Readiness
+    from .metrics import Metrics
+
+# Reading an adapter waits for its disk; rendering and tokenising need the interpreter.
+_LEASE_THREADS = 4
+_TEXT_THREADS = 2
+
+
+@dataclass
+class ServerState:
+    """One server: a model, its engine, and what the routes know of them.
+
+    Attributes:
+        config: what it was started with.
+        served: the model and its adapters.
+        tokenizer: transformers' own of the model.
+        engine: makes the answers; None for an encoder, which makes embeddings only.
+        folder: of the checkpoint.
+        base_names: of the base model; the first is shown.
+        metrics: counts the requests.
+        created: when the server began, in seconds since 1970.
+        started_at: the same by `time.monotonic()`.
+        stopping: no new requests are taken.
+        readiness: of the last self-check; None before.
+        sampling_defaults: what the model's generation_config.json says of sampling.
+        tokenization: texts to tokens and back.
+        chat_templates: of the base and of adapters.
+        pooling: how an encoder's vectors are made.
+        admission: how many requests there are.
+        bridges: from the engine's thread to event loops.
+        lease_threads: takes leases, which may read from disk.
+        text_threads: renders and tokenises.
+        forward_thread: runs an encoder's forwards, one after the other.
+    """
+
+    config: ServeConfig
+    served: ServedModel
+    tokenizer: Any
+    engine: Engine | None
+    folder: Path
+    base_names: tuple[str, ...]
+    metrics: Metrics
+    created: int = field(default_factory=lambda: int(time.time()))
+    started_at: float = field(default_factory=time.monotonic)
+    stopping: bool = False
+    readiness: Readiness | None = None
+    sampling_defaults: Mapping[str, float] = field(init=False)
+    tokenization: Tokenization = field(init=False)
+    chat_templates: ChatTemplates = field(init=False)
+    pooling: PoolingConfig = field(init=False)
+    admission: Admission = field(init=False)
+    bridges: Bridges = field(init=False)
+    lease_threads: ThreadPoolExecutor = field(init=False)
+    text_threads: ThreadPoolExecutor = field(init=False)
+    forward_thread: ThreadPoolExecutor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sampling_defaults = model_defaults(self.served)
+        self.tokenization = Tokenization(self.tokenizer)
+        self.chat_templates = ChatTemplates(self.tokenizer, self.config.chat_template)
+        encodes = self.engine is None
+        self.pooling = PoolingConfig.read(self.folder) if encodes else PoolingConfig()
+        self.admission = Admission(self.config.max_queue, self.config.max_concurrency_per_key)
+        self.bridges = Bridges()
+        self.lease_threads = ThreadPoolExecutor(_LEASE_THREADS, "branchline-lease")
+        self.text_threads = ThreadPoolExecutor(_TEXT_THREADS, "branchline-text")
+        self.forward_thread = ThreadPoolExecutor(1, "branchline-forward")
+
+    @property
+    def base_name(self) -> str:
+        """The name of the base model that is shown."""
+        return self.base_names[0]
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens the model has."""
+        return self.served.config.get_text_config().vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a prompt and its answer together."""
+        if self.engine is not None:
+            return self.engine.max_model_len
+        positions = getattr(self.served.config, "max_position_embeddings", None)
+        asked = self.config.max_model_len
+        known = [limit for limit in (positions, asked) if limit is not None]
+        return min(known) if known else 512
+
+    def close(self) -> None:
+        """Let the threads go; nothing is served afterwards."""
+        for threads in (self.lease_threads, self.text_threads, self.forward_thread):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+
+def state_of(connection: HTTPConnection) -> ServerState:
+    """The server that answers this request."""
+    return connection.app.state.branchline
