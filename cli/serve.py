@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
@@ -14,8 +15,11 @@ from ..core.errors import ConfigError
 from ..serving import WrapConfig
 from ..serving.config_layers import layered
 from ..serving.serve_config import EngineConfig, ServeConfig
-from .options import with_flags
+from .options import flag_name, with_flags
 from .session import ModelArgument, NamedSource, Session
+
+if TYPE_CHECKING:
+    from ..serving.http.start import LoadedModel, Loader
 
 _MODULE_FLAGS = ("--lora-modules", "--adapter")
 
@@ -68,8 +72,13 @@ def _is_module(argument: str) -> bool:
 def _panels() -> Mapping[str, str]:
     """Headings of the help, by the class that has the field."""
     made = dict.fromkeys(ServeConfig.model_fields, "Serving")
+    made |= {name: "Ray" for name in made if _is_of_ray(name)}
     made |= dict.fromkeys(EngineConfig.model_fields, "Batching")
     return made | dict.fromkeys(WrapConfig.model_fields, "Wrapping")
+
+
+def _is_of_ray(field: str) -> bool:
+    return field == "ray" or field.startswith("ray_")
 
 
 @with_flags(ServeConfig, _panels(), {"lora_modules": ("--adapter",)})
@@ -91,7 +100,7 @@ def serve(
         )
     # uvicorn and the routes take a while to import, which the other commands need not wait for.
     from ..serving.http.server import run_server
-    from ..serving.http.start import LoadedModel, base_names
+    from ..serving.http.start import base_names
 
     try:
         settings = layered(ServeConfig, flags, config)
@@ -100,11 +109,38 @@ def serve(
         raise typer.BadParameter(str(error)) from error
     if enable_lora and not settings.tier_limits.count:
         raise typer.BadParameter("--max-loras 0 switches adapters off", param_hint="--enable-lora")
+    if settings.ray:
+        _serve_by_ray(model, settings)
+        return
+    unused = sorted(name for name in settings.model_fields_set if name.startswith("ray_"))
+    if unused:
+        raise typer.BadParameter("has no effect without --ray", param_hint=flag_name(unused[0]))
     adapters = [NamedSource(module.name, module.path) for module in settings.modules]
+    run_server(settings, _loader(model, settings, adapters), names)
+
+
+def _loader(model: Path, settings: ServeConfig, adapters: list[NamedSource]) -> Loader:
     say = logging.getLogger("branchline.start").info
     session = Session(model, adapters, settings.calibration, settings, say)
+    return partial(_load, session)
 
-    def load() -> LoadedModel:
-        return LoadedModel(session.serve(), session.tokenizer, model)
 
-    run_server(settings, load, names)
+def _load(session: Session) -> LoadedModel:
+    from ..serving.http.start import LoadedModel
+
+    return LoadedModel(session.serve(), session.tokenizer, session.folder)
+
+
+def _serve_by_ray(model: Path, settings: ServeConfig) -> None:
+    from ..serving.ray import FleetConfig, require_ray
+
+    try:
+        require_ray()
+    except ConfigError as error:
+        raise typer.BadParameter(str(error), param_hint="--ray") from error
+    from ..serving.ray.run import run_fleet
+
+    given = {name: getattr(settings, name) for name in settings.model_fields_set}
+    # Every machine of the cluster reads it by the same path.
+    fleet = FleetConfig.checked(**given, model=model.resolve())
+    run_fleet(fleet, _loader(fleet.model, fleet, []))

@@ -94,6 +94,7 @@ BL_INLINE vf v_mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
 BL_INLINE vf v_div(vf a, vf b) { return _mm512_div_ps(a, b); }
 BL_INLINE vf v_mul_add(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
 BL_INLINE vf v_fused(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
+BL_INLINE vf v_fused_bf16(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
 
 BL_INLINE vf v_load_f16(const uint16_t *p)
 {

@@ -11,7 +11,7 @@
 
 #include <stdint.h>
 
-#define BL_ABI_VERSION 9
+#define BL_ABI_VERSION 10
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define BL_X86 1
@@ -104,14 +104,16 @@ typedef void bl_fp8_decode_fn(const uint8_t *codes, int64_t codes_stride, float 
 
 /* Output channels that a packed weight keeps together. */
 #define BL_PANEL 64
-/* Decoded weights are this much smaller than their value, decoded activations larger. */
+/* Decoded codes of weights are this much smaller than their value, activations that they are
+ * multiplied with larger. */
 #define BL_WEIGHT_BIAS 256.0f
 
 enum bl_input_kind { BL_INPUT_E4M3 = 0, BL_INPUT_BF16 = 1, BL_INPUT_F32 = 2 };
+enum bl_weight_kind { BL_WEIGHT_E4M3 = 0, BL_WEIGHT_BF16 = 1 };
 
-/* The rows of x times a packed weight (matmul.h), scaled, plus a bias.  Vectors by channel are as
- * long as whole panels.  The bytes of activations in
- * float32 are the same on every instruction set if they have no more bits than a half. */
+/* The rows of x times a packed weight (tile.h), scaled, plus a bias.  Vectors by channel are as
+ * long as whole panels.  The bytes of activations in float32 are the same on every instruction set
+ * if they have no more bits than a half.  Weights in bfloat16 are multiplied with bfloat16 only. */
 struct bl_matmul {
     int64_t rows, columns, out_features;
     const void *x;
@@ -119,8 +121,11 @@ struct bl_matmul {
     const float *x_scale;     /* NULL for activations that are no codes */
     int64_t x_scale_stride;   /* from row to row; 0: one for all */
     int64_t x_group;          /* columns that share a scale; 0: all */
-    const uint8_t *codes;     /* (panels, columns, BL_PANEL) */
-    const float *weight_scale; /* by channel; or (panels, groups), or (panels, groups, BL_PANEL) */
+    const void *weight;       /* (panels, columns, BL_PANEL) of `weight_kind` */
+    int64_t weight_kind;
+    /* By channel; or (panels, groups), or (panels, groups, BL_PANEL); NULL for weights that are no
+     * codes. */
+    const float *weight_scale;
     int64_t weight_group;     /* columns that share a scale; 0: all */
     int64_t weight_each_channel;
     int64_t block; /* columns of a block sum: x_group and weight_group are multiples of it */

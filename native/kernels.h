@@ -7,9 +7,9 @@
  * vi_store_halves and vi_store_bytes write the low 16 and 8 bits of each lane.  vh_* see a vi as
  * 2 * LANES halves; vh_magnitude clears their signs and makes NaN 0.  v_spread_16 gives each lane
  * the number of its group, for groups of 16 elements of which a lane has two.  decode_group decodes
- * 4 * LANES codes, as matmul.h has them, to 2**-8 of their value, NaN excepted; BL_WIDE and BL_DIRECT
- * are that file's.  v_fused rounds once everywhere, v_mul_add where that costs nothing; EXPAND_WIDE
- * and v_*_f16 are low_rank.h's.
+ * 4 * LANES codes, as tile.h has them, to 2**-8 of their value, NaN excepted; BL_WIDE and BL_DIRECT
+ * are that file's.  v_fused rounds once everywhere, and v_fused_bf16, whose factors are bfloat16;
+ * v_mul_add where that costs nothing.  EXPAND_WIDE and v_*_f16 are low_rank.h's.
  *
  * A tail shorter than a vector goes through the same vector code on a padded copy, so that an
  * element's bytes do not depend on where in its row it stands.
@@ -40,6 +40,7 @@ enum { STEP = 2 * LANES, TAIL = 2 * STEP };
 #include "low_rank.h"
 #include "activation.h"
 #include "norm.h"
+#include "tile.h"
 #include "matmul.h"
 #include "magnitude.h"
 

@@ -1,23 +1,15 @@
-/* bl_matmul: FP8 weights, decoded in registers, times FP8 codes or unquantised activations.
+/* bl_matmul: FP8 or bfloat16 weights, decoded in registers, times FP8 codes or unquantised
+ * activations.  A weight is cut into panels of output channels (tile.h).
  *
- * A weight is cut into panels of BL_PANEL output channels; a panel holds, for each input in turn,
- * one byte a channel, in an order that makes a group of 4 * LANES neighbouring bytes four vectors of
- * neighbouring channels: byte 2 * i is channel i, byte 2 * i + 1 is channel i + BL_PANEL / 2.
- *
- * An output is the sum of block sums, each of which adds its products from the left.  The products
- * are exact, so neither vectors nor threads nor the number of rows show in the bytes.
+ * An output is the sum of block sums, each of which adds its products from the left.  Products with
+ * codes are exact, and those of two bfloat16 are not rounded before they are added, so neither
+ * vectors nor threads nor the number of rows show in the bytes.
  */
 enum {
-    GROUP = 4 * LANES,
-    GROUPS = BL_PANEL / GROUP,
-    TILE = 6,              /* rows that share decoded weights in registers */
-    WIDE = BL_WIDE,        /* vectors of weights beside them */
-    DIRECT = BL_DIRECT,    /* up to so many rows, weights are decoded anew for every tile */
     ROWS_AT_ONCE = 44 * TILE,
     DEPTH = 256,           /* inputs of a panel that are decoded at once */
     INPUT_BYTES = 1 << 18, /* decoded activations that are kept beside them */
     PANELS_AT_ONCE = 8,
-    AHEAD = 64, /* inputs by which reading runs ahead of decoding */
 };
 
 struct matmul_job {
@@ -27,139 +19,17 @@ struct matmul_job {
     size_t scratch_size, weights_at, total_at;
 };
 
-/* Some rows, from some input on: where they lie, and where their sums go. */
-struct tile {
-    const float *x;
-    int64_t x_stride;
-    float *total; /* of the first channel of the panel */
-    int64_t total_stride;
-    int64_t count; /* inputs of the block */
-    const float *row_scale; /* NULL: 1 */
-    int64_t row_scale_stride;
-    const float *column_scale; /* one for all channels of the panel, or by channel; NULL: 1 */
-    bool each_column;
-};
+/* --- activations --- */
 
-BL_INLINE void add_block(const struct tile *tile, int rows, int64_t group, int first, int count,
-                         vf sums[][4])
+/* What makes up for the weights' bias. */
+BL_INLINE float input_bias(const struct bl_matmul *spec)
 {
-    for (int i = 0; i < rows; i++) {
-        const float *row_scale = tile->row_scale;
-        vf row = v_set(row_scale ? row_scale[i * tile->row_scale_stride] : 1.0f);
-        for (int v = 0; v < count; v++) {
-            int vector = first + v;
-            int64_t channel = group * (2 * LANES) + (vector & 1) * LANES;
-            channel += (vector >> 1) * (BL_PANEL / 2);
-            float *to = tile->total + i * tile->total_stride + channel;
-            vf sum = sums[i][v];
-            if (tile->column_scale) {
-                vf column = tile->each_column ? v_load(tile->column_scale + channel)
-                                              : v_set(*tile->column_scale);
-                sum = v_mul(sum, v_mul(row, column));
-            } else if (row_scale) {
-                sum = v_mul(sum, row);
-            }
-            v_store(to, v_add(v_load(to), sum));
-        }
-    }
-}
-
-BL_INLINE void direct_block(const struct tile *tile, int rows, int64_t group, const uint8_t *codes)
-{
-    vf sums[DIRECT][4];
-    for (int i = 0; i < rows; i++)
-        for (int v = 0; v < 4; v++)
-            sums[i][v] = v_set(0.0f);
-    for (int64_t k = 0; k < tile->count; k++) {
-        vf w[4];
-        /* The hardware's own prefetching ends with every page. */
-        __builtin_prefetch(codes + (k + AHEAD) * BL_PANEL + group * GROUP);
-        decode_group(codes + k * BL_PANEL + group * GROUP, w);
-        for (int i = 0; i < rows; i++) {
-            vf value = v_set(tile->x[i * tile->x_stride + k]);
-            for (int v = 0; v < 4; v++)
-                sums[i][v] = v_mul_add(value, w[v], sums[i][v]);
-        }
-    }
-    add_block(tile, rows, group, 0, 4, sums);
-}
-
-BL_INLINE void tile_block(const struct tile *tile, int rows, int64_t group, int first,
-                          const float *weights)
-{
-    vf sums[TILE][4];
-    for (int i = 0; i < rows; i++)
-        for (int v = 0; v < WIDE; v++)
-            sums[i][v] = v_set(0.0f);
-    weights += group * GROUP + first * LANES;
-    for (int64_t k = 0; k < tile->count; k++) {
-        vf w[WIDE];
-        for (int v = 0; v < WIDE; v++)
-            w[v] = v_load(weights + k * BL_PANEL + v * LANES);
-        for (int i = 0; i < rows; i++) {
-            vf value = v_set(tile->x[i * tile->x_stride + k]);
-            for (int v = 0; v < WIDE; v++)
-                sums[i][v] = v_mul_add(value, w[v], sums[i][v]);
-        }
-    }
-    add_block(tile, rows, group, first, WIDE, sums);
-}
-
-/* A constant number of rows, so that the sums are registers. */
-#define FOR_ROWS(n, call)                                                                          \
-    case n: {                                                                                      \
-        enum { ROWS = n };                                                                         \
-        call;                                                                                      \
-        break;                                                                                     \
-    }
-
-static void direct_panel(const struct tile *tile, int64_t rows, const uint8_t *codes)
-{
-    for (int64_t group = 0; group < GROUPS; group++)
-        switch (rows) {
-            FOR_ROWS(1, direct_block(tile, ROWS, group, codes))
-#if BL_DIRECT >= 2
-            FOR_ROWS(2, direct_block(tile, ROWS, group, codes))
-#endif
-#if BL_DIRECT >= 4
-            FOR_ROWS(3, direct_block(tile, ROWS, group, codes))
-            FOR_ROWS(4, direct_block(tile, ROWS, group, codes))
-#endif
-        }
-}
-
-static void tile_panel(const struct tile *tile, int64_t rows, const float *weights)
-{
-    for (int64_t group = 0; group < GROUPS; group++)
-        for (int first = 0; first < 4; first += WIDE)
-            switch (rows) {
-                FOR_ROWS(1, tile_block(tile, ROWS, group, first, weights))
-                FOR_ROWS(2, tile_block(tile, ROWS, group, first, weights))
-                FOR_ROWS(3, tile_block(tile, ROWS, group, first, weights))
-                FOR_ROWS(4, tile_block(tile, ROWS, group, first, weights))
-                FOR_ROWS(5, tile_block(tile, ROWS, group, first, weights))
-                FOR_ROWS(6, tile_block(tile, ROWS, group, first, weights))
-            }
-}
-
-#undef FOR_ROWS
-
-/* --- decoding --- */
-
-/* `count` inputs of a panel; decoded codes are 1 / BL_WEIGHT_BIAS of their value. */
-static void decode_panel(const uint8_t *codes, float *out, int64_t count)
-{
-    for (int64_t i = 0; i < count * BL_PANEL; i += GROUP) {
-        vf w[4];
-        decode_group(codes + i, w);
-        for (int v = 0; v < 4; v++)
-            v_store(out + i + v * LANES, w[v]);
-    }
+    return spec->weight_kind == BL_WEIGHT_BF16 ? 1.0f : BL_WEIGHT_BIAS;
 }
 
 BL_INLINE vf input_vector(const struct bl_matmul *spec, const char *row, int64_t k)
 {
-    const vf bias = v_set(BL_WEIGHT_BIAS);
+    const vf bias = v_set(input_bias(spec));
     if (spec->x_kind == BL_INPUT_E4M3)
         return v_mul(decode_e4m3(vi_load_bytes((const uint8_t *)row + k)), bias);
     if (spec->x_kind == BL_INPUT_BF16) {
@@ -169,7 +39,7 @@ BL_INLINE vf input_vector(const struct bl_matmul *spec, const char *row, int64_t
     return v_mul(v_load((const float *)row + k), bias);
 }
 
-/* Inputs `first` to `first + count` of one row, BL_WEIGHT_BIAS times their value. */
+/* Inputs `first` to `first + count` of one row, times their bias. */
 static void decode_input(const struct bl_matmul *spec, int64_t row, int64_t first, int64_t count,
                          float *out)
 {
@@ -216,12 +86,15 @@ BL_INLINE void set_scales(struct tile *tile, const struct bl_matmul *spec, int64
 static void multiply_panel(const struct bl_matmul *spec, const struct part *part, int64_t panel,
                            int64_t first, int64_t count)
 {
-    const uint8_t *codes = spec->codes + (panel * spec->columns + first) * BL_PANEL;
-    bool direct = part->rows <= DIRECT;
+    const bool halves = spec->weight_kind == BL_WEIGHT_BF16;
+    const int64_t input = halves ? 2 * BL_PANEL : BL_PANEL; /* bytes */
+    const uint8_t *weights = spec->weight;
+    const bool direct = part->rows <= DIRECT;
+    weights += (panel * spec->columns + first) * input;
     for (int64_t done = 0; done < count; done += DEPTH) {
         int64_t depth = count - done < DEPTH ? count - done : DEPTH;
         if (!direct)
-            decode_panel(codes + done * BL_PANEL, part->weights, depth);
+            decode_panel(weights + done * input, part->weights, depth, halves);
         for (int64_t row = 0; row < part->rows; row += TILE) {
             int64_t rows = part->rows - row < TILE ? part->rows - row : TILE;
             for (int64_t k = done; k < done + depth; k += spec->block) {
@@ -236,9 +109,9 @@ static void multiply_panel(const struct bl_matmul *spec, const struct part *part
                 };
                 set_scales(&tile, spec, part->row + row, panel, first + k);
                 if (direct)
-                    direct_panel(&tile, rows, codes + k * BL_PANEL);
+                    direct_panel(&tile, rows, weights + k * input, halves);
                 else
-                    tile_panel(&tile, rows, part->weights + (k - done) * BL_PANEL);
+                    tile_panel(&tile, rows, part->weights + (k - done) * BL_PANEL, halves);
             }
         }
     }
@@ -250,7 +123,8 @@ static void finish_row(const struct bl_matmul *spec, int64_t row, int64_t panel,
     int64_t channel = panel * BL_PANEL, left = spec->out_features - channel;
     size_t count = (size_t)(left < BL_PANEL ? left : BL_PANEL);
     uint16_t halves[BL_PANEL];
-    bool scaled = spec->x_scale && !spec->x_group, by_channel = !spec->weight_group;
+    bool scaled = spec->x_scale && !spec->x_group;
+    bool by_channel = spec->weight_scale && !spec->weight_group;
     vf row_scale = v_set(scaled ? spec->x_scale[row * spec->x_scale_stride] : 1.0f);
     for (int64_t i = 0; i < BL_PANEL; i += LANES) {
         vf scale = row_scale, x = v_load(total + i);

@@ -79,6 +79,14 @@ BL_INLINE vf v_div(vf a, vf b) { return a / b; }
 /* Two roundings: fmaf() without the instruction is a slow library call.  exp allows for it. */
 BL_INLINE vf v_mul_add(vf a, vf b, vf c) { return a * b + c; }
 BL_INLINE vf v_fused(vf a, vf b, vf c) { return fmaf(a, b, c); }
+
+/* The product, of sixteen bits, is exact.  The sum is rounded twice, which gives what once would:
+ * where it does not fit a double, its smaller term is too small to reach a tie of float32. */
+BL_INLINE vf v_fused_bf16(vf a, vf b, vf c)
+{
+    return (float)((double)a * (double)b + (double)c);
+}
+
 BL_INLINE vf v_load_f16(const uint16_t *p) { return from_f16(*p); }
 BL_INLINE void v_store_f16(uint16_t *p, vf x) { *p = to_f16(x); }
 BL_INLINE vf v_from_int(vi x) { return (float)(int32_t)x; }

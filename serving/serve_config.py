@@ -166,6 +166,26 @@ class ServeConfig(EngineConfig):
     seed: Annotated[
         int, Field(description="Of the random numbers of requests that bring none.")
     ] = 0
+    ray: Annotated[
+        bool,
+        Field(
+            description="Serve by replicas of the model on Ray (needs branchline[ray]), behind one "
+            "endpoint. On the cluster of RAY_ADDRESS, or one that is started here."
+        ),
+    ] = False
+    ray_replicas: Annotated[
+        int, Field(ge=1, description="With ray: how many replicas; the least, if they may be more.")
+    ] = 1
+    ray_max_replicas: Annotated[
+        int | None,
+        Field(ge=1, description="With ray: most replicas, as many as requests need. Unset: fixed."),
+    ] = None
+    ray_cpus: Annotated[
+        float, Field(gt=0, description="With ray: processors that each replica is given.")
+    ] = 1.0
+    ray_gpus: Annotated[
+        float, Field(ge=0, description="With ray: GPUs that each replica is given.")
+    ] = 0.0
 
     @field_validator("api_key", "admin_key", "served_model_name", "lora_modules", mode="before")
     @classmethod
@@ -211,6 +231,15 @@ class ServeConfig(EngineConfig):
     def _keys_for_their_limit(self) -> Self:
         if self.max_concurrency_per_key is not None and not self.api_key:
             raise ValueError("max_concurrency_per_key counts by key, and there is no api_key")
+        return self
+
+    @model_validator(mode="after")
+    def _room_for_replicas(self) -> Self:
+        if self.ray_max_replicas is not None and self.ray_max_replicas < self.ray_replicas:
+            raise ValueError(
+                f"ray_max_replicas={self.ray_max_replicas} is less than "
+                f"ray_replicas={self.ray_replicas}"
+            )
         return self
 
     @property

@@ -13,7 +13,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -236,8 +236,11 @@ class Engine:
             self._finish(sequence, Update(finish=FinishReason.CANCELLED))
 
     def _step(self, shares: list[Share]) -> None:
-        step = self._runner.prepare(shares)
+        now = time.perf_counter()
+        for share in shares:
+            share.sequence.started_at = share.sequence.started_at or now
         try:
+            step = self._runner.prepare(shares)
             logits = self._runner.run(step)
             finite = finite_rows(logits)
         except AdapterCapacityError as error:
@@ -245,7 +248,7 @@ class Engine:
             return
         except Exception as error:
             _logger.exception("a forward of %d requests failed", len(shares))
-            self._fail(step, error)
+            self._fail([share.sequence for share in shares], error, "its forward")
             return
         self._last_step_at = time.monotonic()
         self._counts["steps"] += 1
@@ -264,24 +267,30 @@ class Engine:
             logits, sequences = logits[rows], tuple(sequences[row] for row in rows)
         if not sequences:
             return
-        for sequence, token in zip(
-            sequences, choose(logits, sequences, self.stop_tokens), strict=True
-        ):
+        try:
+            tokens = choose(logits, sequences, self.stop_tokens)
+        except Exception as error:
+            _logger.exception("the choice of %d tokens failed", len(sequences))
+            self._fail(sequences, error, "the choice of its next token")
+            return
+        for sequence, token in zip(sequences, tokens, strict=True):
             self._take_token(sequence, token)
 
     def _take_token(self, sequence: Sequence, token: Token) -> None:
         first = not sequence.made
         sequence.append(token)
         self._counts["generated_tokens"] += 1
-        if first:
-            self._counts["cached_tokens"] += sequence.cached_tokens
         finish = None
         if is_stop(sequence, token.id, self.stop_tokens):
             finish = FinishReason.STOP
         elif sequence.made >= sequence.limit:
             finish = FinishReason.LENGTH
-        cached = sequence.cached_tokens if first else 0
-        update = Update((token,), finish, None, cached)
+        if first:
+            self._counts["cached_tokens"] += sequence.cached_tokens
+            once = (sequence.cached_tokens, sequence.started_at)
+            update = Update((token,), finish, None, *once)
+        else:
+            update = Update((token,), finish)
         if finish is None:
             self._tell(sequence, update)
         else:
@@ -307,14 +316,14 @@ class Engine:
         # What it left in the cache may be as bad as what it answered.
         self._finish(sequence, Update(finish=FinishReason.ERROR, error=error), scrub=True)
 
-    def _fail(self, step: Step, cause: Exception) -> None:
-        reason = f"its forward failed ({type(cause).__name__}: {cause})"
-        for share in step.shares:
+    def _fail(self, sequences: Iterable[Sequence], cause: Exception, what: str) -> None:
+        reason = f"{what} failed ({type(cause).__name__}: {cause})"
+        for sequence in sequences:
             error = RequestFailedError(
-                f"request {share.sequence.request_id!r}", reason, "try again; see the server's log"
+                f"request {sequence.request_id!r}", reason, "try again; see the server's log"
             )
             error.__cause__ = cause
-            self._fail_one(share.sequence, error)
+            self._fail_one(sequence, error)
 
     def _put_off(self, shares: list[Share], error: AdapterCapacityError) -> None:
         """Slots are taken by others (pinned adapters, batches of the library): fewer at once."""

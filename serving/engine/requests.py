@@ -82,13 +82,15 @@ class Update:
         tokens: made in this step.
         finish: why it ended; None while it goes on.  The last update of a request has it.
         error: of a request that failed.
-        cached_tokens: of the prompt, taken from the prefix cache.
+        cached_tokens: of the prompt, taken from the prefix cache; told once.
+        started_at: `time.perf_counter()` when its first forward began; told once.
     """
 
     tokens: tuple[Token, ...] = ()
     finish: FinishReason | None = None
     error: BranchlineError | None = None
     cached_tokens: int = 0
+    started_at: float | None = None
 
 
 #: Called in the engine's thread, at most once a step: it must return at once and not raise.

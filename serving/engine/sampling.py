@@ -57,8 +57,11 @@ def is_stop(sequence: Sequence, token: int, stops: frozenset[int]) -> bool:
         token: its newest.
         stops: the model's own stop tokens.
     """
-    sampling = sequence.request.sampling
-    return token in sampling.stop_token_ids or (token in stops and not sampling.ignore_eos)
+    return token in _stops_of(sequence.request.sampling, stops)
+
+
+def _stops_of(sampling: Sampling, stops: frozenset[int]) -> frozenset[int]:
+    return sampling.stop_token_ids if sampling.ignore_eos else sampling.stop_token_ids | stops
 
 
 def _adjusts(sequence: Sequence, stops: frozenset[int]) -> bool:
@@ -68,7 +71,7 @@ def _adjusts(sequence: Sequence, stops: frozenset[int]) -> bool:
         or sampling.frequency_penalty
         or sampling.repetition_penalty != 1.0
         or sampling.logit_bias
-        or (sequence.made < sampling.min_tokens and (stops or sampling.stop_token_ids))
+        or (sequence.made < sampling.min_tokens and _stops_of(sampling, stops))
     )
 
 
@@ -87,8 +90,8 @@ def _adjust(scores: torch.Tensor, sequence: Sequence, stops: frozenset[int]) -> 
     for token, bias in sampling.logit_bias.items():
         scores[token] += bias
     if sequence.made < sampling.min_tokens:
-        forbidden = sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else stops)
-        scores[torch.tensor(sorted(forbidden), device=scores.device)] = -torch.inf
+        for token in _stops_of(sampling, stops):
+            scores[token] = -torch.inf
 
 
 def _draw(scores: torch.Tensor, sequence: Sequence) -> int:

@@ -28,6 +28,7 @@ class Sequence:
         index: int64 (max_model_len,): where its tokens lie in the cache, up to `position`.
         made: how many tokens the answer has.
         arrived: number in the order of arrival.
+        started_at: see `Update.started_at`; None before.
         random: its own random numbers.
     """
 
@@ -46,6 +47,7 @@ class Sequence:
         self.index = np.zeros(capacity, dtype=np.int64)
         self.made = 0
         self.arrived = arrived
+        self.started_at: float | None = None
         own = request.sampling.seed
         self.random = random.Random(seed if own is None else own)
         self.counts: dict[int, int] = {}

@@ -201,7 +201,13 @@ def _load_now(state: ServerState, name: str, source: AdapterSource, inplace: boo
         if _is_no_adapter(source):
             raise AdapterNotFoundError(error.subject, error.reason, error.remedy) from error
         raise
-    state.readiness = check_numerics(state.served, adapters=[name])
+    try:
+        found = check_numerics(state.served, adapters=[name])
+    except AdapterNotFoundError:
+        # It was unloaded meanwhile: nothing runs by its routes.
+        return info
+    if found.differences or state.readiness is None:
+        state.readiness = found
     return info
 
 

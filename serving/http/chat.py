@@ -15,7 +15,7 @@ from .completions import prompt_tokens
 from .errors import bad_request
 from .generation import Generation, Order, Work, refusals_counted
 from .protocol import ChatBody
-from .replies import chat_logprobs, reply
+from .replies import chat_logprobs, reply, told_ids
 from .sampling import check_answers, sampling_of, shape_of
 from .state import ServerState, state_of
 
@@ -118,4 +118,5 @@ class _Teller:
             "logprobs": logprobs,
             "finish_reason": None if piece.finish is None else piece.finish.value,
             "stop_reason": piece.stop_reason,
+            **told_ids(self._body, piece),
         }

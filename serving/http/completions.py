@@ -14,7 +14,7 @@ from .auth import key_of
 from .errors import ApiError, bad_request
 from .generation import Generation, Order, Work, refusals_counted
 from .protocol import CompletionBody
-from .replies import completion_logprobs, reply
+from .replies import completion_logprobs, reply, told_ids
 from .sampling import check_answers, sampling_of, shape_of
 from .state import ServerState, state_of
 
@@ -142,6 +142,7 @@ class _Teller:
             "logprobs": logprobs,
             "finish_reason": None if piece.finish is None else piece.finish.value,
             "stop_reason": piece.stop_reason,
+            **told_ids(self._body, piece),
         }
         return told, offset
 

@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse
 from ...adapters.lease import Lease
 from .auth import key_of
 from .completions import prompt_tokens
+from .encoder import Encoder
 from .errors import bad_request
 from .generation import errors_of_requests, refusals_counted, refuse_if_stopping, take_lease
 from .logs import log_facts
@@ -46,7 +47,7 @@ async def _answer(
 ) -> dict[str, Any]:
     with refusals_counted(state):
         refuse_if_stopping(state)
-        if state.engine is not None:
+        if state.encoder is None:
             raise bad_request("this model makes text, not embeddings", "model")
         inputs = _inputs(body)
         admitted = state.admission.admitted(len(inputs), key)
@@ -56,7 +57,7 @@ async def _answer(
                 adapter = adapter_of(state, body.model)
                 lease = await take_lease(state, adapter)
             try:
-                vectors, count = await _vectors(state, body, inputs, lease)
+                vectors, count = await _vectors(state, state.encoder, body, inputs, lease)
             finally:
                 if lease is not None:
                     lease.release()
@@ -81,26 +82,29 @@ def _inputs(body: EmbeddingBody) -> list[str | list[int]]:
 
 
 async def _vectors(
-    state: ServerState, body: EmbeddingBody, inputs: Sequence[str | list[int]], lease: Lease | None
+    state: ServerState,
+    encoder: Encoder,
+    body: EmbeddingBody,
+    inputs: Sequence[str | list[int]],
+    lease: Lease | None,
 ) -> tuple[torch.Tensor, int]:
     """The vectors, float32 (inputs, dimensions), and how many tokens the inputs have."""
     loop = asyncio.get_running_loop()
     with refusals_counted(state):
         encode = partial(_encoded, state, inputs, body.add_special_tokens)
         texts = await loop.run_in_executor(state.text_threads, encode)
-        width = state.served.config.get_text_config().hidden_size
-        if body.dimensions is not None and body.dimensions > width:
-            message = f"dimensions={body.dimensions} is more than the model's {width}"
+        if body.dimensions is not None and body.dimensions > encoder.width:
+            message = f"dimensions={body.dimensions} is more than the model's {encoder.width}"
             raise bad_request(message, "dimensions")
     count = sum(map(len, texts))
     adapter = None if lease is None else lease.name
     digest = None if lease is None else lease.digest
     meter, outcome = state.metrics.began(adapter, count, digest=digest), Outcome.ERROR
     try:
-        vectors = torch.empty(len(texts), width)
+        vectors = torch.empty(len(texts), encoder.width)
         # A forward at a time: other requests come in between, and whoever has left costs no more.
         for places in batches_of(texts, state.config.max_num_batched_tokens):
-            run = partial(forward, state, [texts[place] for place in places], lease)
+            run = partial(encoder.run, [texts[place] for place in places], lease)
             vectors[list(places)] = await loop.run_in_executor(state.forward_thread, run)
         outcome = Outcome.STOP
     except asyncio.CancelledError:
@@ -108,7 +112,7 @@ async def _vectors(
         raise
     finally:
         meter.ended(outcome, generated=0)
-    return state.pooling.shorten(vectors, body.dimensions), count
+    return encoder.pooling.shorten(vectors, body.dimensions), count
 
 
 def _encoded(
@@ -134,32 +138,6 @@ def batches_of(texts: Texts, tokens: int) -> list[tuple[int, ...]]:
         else:
             batches.append([place])
     return [tuple(batch) for batch in batches]
-
-
-def forward(state: ServerState, texts: Sequence[Ids], lease: Lease | None) -> torch.Tensor:
-    """Run an encoder.
-
-    Args:
-        state: of the server.
-        texts: their tokens.
-        lease: of the adapter; None for the base model.
-
-    Returns:
-        float32 (texts, width), on the CPU.
-    """
-    model: Any = state.served.model
-    longest = max(map(len, texts))
-    padding = state.tokenizer.pad_token_id or 0
-    ids = torch.full((len(texts), longest), padding)
-    mask = torch.zeros_like(ids)
-    for row, text in enumerate(texts):
-        ids[row, : len(text)] = torch.tensor(text)
-        mask[row, : len(text)] = 1
-    ids, mask = ids.to(model.device), mask.to(model.device)
-    # What a head makes of the hidden states (of a masked language model, say) is no embedding.
-    with torch.no_grad(), state.served.adapters.rows([lease] * len(texts)):
-        hidden = model.base_model(input_ids=ids, attention_mask=mask).last_hidden_state
-    return state.pooling.pool(hidden, mask).cpu()
 
 
 def _as_base64(vector: torch.Tensor) -> str:

@@ -50,6 +50,10 @@ _TYPES = {
 }
 
 
+#: Their clients know vLLM's words for a body that is wrong, not OpenAI's.
+_VLLM_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters")
+
+
 class ApiError(Exception):
     """What a client is told instead of an answer.
 
@@ -185,7 +189,11 @@ def install_error_handlers(app: FastAPI) -> None:
     async def on_invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         request.app.state.branchline.metrics.refused(400)
-        return validation_error(error.errors()).response()
+        found = validation_error(error.errors())
+        if request.url.path in _VLLM_PATHS:
+            found.type = "Bad Request"
+            found.param = found.param if found.param == "body" else f"body.{found.param}"
+        return found.response()
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -194,6 +202,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
     app.add_exception_handler(ApiError, on_api)
     app.add_exception_handler(BranchlineError, on_api)
+    app.add_exception_handler(TimeoutError, on_api)
     app.add_exception_handler(RequestValidationError, on_invalid)
     app.add_exception_handler(HTTPException, on_http)
     app.add_exception_handler(Exception, on_api)

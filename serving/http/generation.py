@@ -174,6 +174,8 @@ class Generation:
         answer = self.answers[index]
         if answer.finish is not None:
             return None
+        if update.started_at is not None:
+            self._meters[index].started(update.started_at)
         if update.tokens:
             self._meters[index].first_token()
         self._cached[index] += update.cached_tokens

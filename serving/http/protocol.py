@@ -115,6 +115,7 @@ class GenerationBody(Body):
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    return_token_ids: bool = False
 
     response_format: ResponseFormat | None = None
     use_beam_search: Unserved = None
@@ -131,7 +132,6 @@ class GenerationBody(Body):
     structured_outputs: Unserved = None
     logits_processors: Unserved = None
     return_tokens_as_token_ids: Unserved = None
-    return_token_ids: Unserved = None
     kv_transfer_params: Unserved = None
     vllm_xargs: Unserved = None
     priority: Literal[0] | None = None

@@ -42,6 +42,11 @@ def finite(logprob: float | None) -> float:
     return _LEAST_LOGPROB if logprob is None else max(logprob, _LEAST_LOGPROB)
 
 
+def told_ids(body: GenerationBody, piece: Piece) -> dict[str, Any]:
+    """The tokens of a piece by their numbers, where the request asks for them."""
+    return {"token_ids": [token.id for token in piece.tokens]} if body.return_token_ids else {}
+
+
 def encode_event(body: Mapping[str, Any]) -> bytes:
     """One server-sent event."""
     return b"data: " + json.dumps(body, ensure_ascii=False).encode() + b"\n\n"

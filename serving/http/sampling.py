@@ -38,7 +38,30 @@ def sampling_of(
     Raises:
         ApiError: 400, something is beyond what this server or model has.
     """
-    longest = max(map(len, prompts))
+    most = _most_tokens(state, body, max(map(len, prompts)), max_tokens, usual)
+    _check_logprobs(state, logprobs)
+    _check_tokens(state, body)
+    chosen = {name: _chosen(state, body, name) for name in _NEUTRAL}
+    return Sampling(
+        max_tokens=most,
+        min_tokens=body.min_tokens,
+        **{**chosen, "top_k": max(int(chosen["top_k"]), 0)},
+        logit_bias=body.biases,
+        seed=body.seed,
+        logprobs=logprobs,
+        stop_token_ids=frozenset(body.stop_token_ids or ()),
+        ignore_eos=body.ignore_eos,
+    )
+
+
+def _most_tokens(
+    state: ServerState,
+    body: GenerationBody,
+    longest: int,
+    max_tokens: int | None,
+    usual: int | None,
+) -> int:
+    """How many tokens are made at most, after a prompt of `longest`."""
     room = state.max_model_len - longest
     if room < 1:
         raise bad_request(
@@ -56,19 +79,7 @@ def sampling_of(
     if body.min_tokens > most:
         message = f"min_tokens={body.min_tokens} is more than the {most} that max_tokens allows"
         raise bad_request(message, "min_tokens")
-    _check_logprobs(state, logprobs)
-    _check_tokens(state, body)
-    chosen = {name: _chosen(state, body, name) for name in _NEUTRAL}
-    return Sampling(
-        max_tokens=most,
-        min_tokens=body.min_tokens,
-        **{**chosen, "top_k": max(int(chosen["top_k"]), 0)},
-        logit_bias=body.biases,
-        seed=body.seed,
-        logprobs=logprobs,
-        stop_token_ids=frozenset(body.stop_token_ids or ()),
-        ignore_eos=body.ignore_eos,
-    )
+    return most
 
 
 def shape_of(body: GenerationBody) -> Shape:

@@ -15,7 +15,7 @@ from ..model import ServedModel
 from ..serve_config import ServeConfig
 from .admission import Admission
 from .bridge import Bridges
-from .pooling import PoolingConfig
+from .encoder import Encoder
 from .sampling_defaults import model_defaults
 from .templates import ChatTemplates
 from .tokenization import Tokenization
@@ -49,7 +49,7 @@ class ServerState:
         sampling_defaults: what the model's generation_config.json says of sampling.
         tokenization: texts to tokens and back.
         chat_templates: of the base and of adapters.
-        pooling: how an encoder's vectors are made.
+        encoder: makes embeddings; None where there is an engine.
         admission: how many requests there are.
         bridges: from the engine's thread to event loops.
         lease_threads: takes leases, which may read from disk.
@@ -71,7 +71,7 @@ class ServerState:
     sampling_defaults: Mapping[str, float] = field(init=False)
     tokenization: Tokenization = field(init=False)
     chat_templates: ChatTemplates = field(init=False)
-    pooling: PoolingConfig = field(init=False)
+    encoder: Encoder | None = field(init=False)
     admission: Admission = field(init=False)
     bridges: Bridges = field(init=False)
     lease_threads: ThreadPoolExecutor = field(init=False)
@@ -82,8 +82,10 @@ class ServerState:
         self.sampling_defaults = model_defaults(self.served)
         self.tokenization = Tokenization(self.tokenizer)
         self.chat_templates = ChatTemplates(self.tokenizer, self.config.chat_template)
-        encodes = self.engine is None
-        self.pooling = PoolingConfig.read(self.folder) if encodes else PoolingConfig()
+        self.encoder = None
+        if self.engine is None:
+            padding = self.tokenizer.pad_token_id or 0
+            self.encoder = Encoder(self.served, padding, self.folder)
         self.admission = Admission(self.config.max_queue, self.config.max_concurrency_per_key)
         self.bridges = Bridges()
         self.lease_threads = ThreadPoolExecutor(_LEASE_THREADS, "branchline-lease")

@@ -111,9 +111,7 @@ class ChatTemplates:
                 "(true unless it is sent) begins another one: send it as false",
                 "continue_final_message",
             )
-        taken = sorted(_TAKEN & (variables or {}).keys())
-        if taken:
-            raise bad_request(f"`{taken[0]}` is no variable of a template", "chat_template_kwargs")
+        _check_variables(variables or {})
         chat = [_plain(index, message) for index, message in enumerate(messages)]
         try:
             rendered, _ = render_jinja_template(
@@ -126,6 +124,12 @@ class ChatTemplates:
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
             raise _refused(error) from error
         return rendered[0]
+
+
+def _check_variables(variables: Mapping[str, Any]) -> None:
+    taken = sorted(_TAKEN & variables.keys())
+    if taken:
+        raise bad_request(f"`{taken[0]}` is no variable of a template", "chat_template_kwargs")
 
 
 def _refused(error: Exception) -> ApiError:

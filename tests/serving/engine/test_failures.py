@@ -78,6 +78,22 @@ def test_forward_that_raises_fails_its_batch_and_the_next_succeeds(served, serve
     assert client.engine.stats().used_blocks == 0
 
 
+def test_choice_that_raises_fails_its_requests_alone(served, serve, monkeypatch):
+    from branchline.serving.engine import engine as module
+
+    client = serve(served)
+    real = module.choose
+
+    def fails(logits, sequences, stops):
+        if any(s.request.sampling.top_k == 77 for s in sequences):
+            raise RuntimeError("injected")
+        return real(logits, sequences, stops)
+
+    monkeypatch.setattr(module, "choose", fails)
+    assert isinstance(client.ask(prompt(5), top_k=77).wait().error, RequestFailedError)
+    assert client.ask(prompt(5)).wait().ids == alone(served, prompt(5))
+
+
 def test_adapter_folder_may_vanish(served, serve, llama, tmp_path):
     folder = tmp_path / "gone"
     shutil.copytree(llama.folders["all"], folder)

@@ -95,6 +95,9 @@ def test_stop_tokens_wait_for_the_least_length():
     assert choose(logits, [sequence(**at)], STOPS)[0].id == 3
     assert choose(logits, [sequence(made=(3, 3), **at)], STOPS)[0].id == 2
     assert choose(logits, [sequence(ignore_eos=True, **at)], STOPS)[0].id == 2
+    # Nothing is forbidden where nothing stops.
+    free = {"temperature": 0.0, "min_tokens": 9, "ignore_eos": True, "logit_bias": {1: 9.5}}
+    assert choose(logits, [sequence(**free)], STOPS)[0].id == 1
     assert is_stop(sequence(**at), 2, STOPS)
     assert is_stop(sequence(**at), 4, STOPS)
     assert not is_stop(sequence(ignore_eos=True), 2, STOPS)

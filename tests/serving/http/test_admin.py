@@ -172,15 +172,15 @@ def test_what_cannot_be_served_is_refused_with_the_reason(client, root, folder, 
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"lora_name": "x"}, "lora_path"),
-        ({"lora_path": "x"}, "lora_name"),
+        ({"lora_name": "x"}, "body.lora_path"),
+        ({"lora_path": "x"}, "body.lora_name"),
         ({"lora_name": "", "lora_path": "x"}, "lora_name"),
         ({"lora_name": "x", "lora_path": " "}, "lora_path"),
-        ({"lora_name": 3, "lora_path": "x"}, "lora_name"),
-        ({"lora_name": "x", "lora_path": "x", "load_inplace": "yes"}, "load_inplace"),
-        ({"lora_name": "x", "lora_path": "x", "force": True}, "force"),
-        ({"lora_name": "\ud800", "lora_path": "x"}, "lora_name"),
-        ({"lora_name": "x", "lora_path": "\ud800"}, "lora_path"),
+        ({"lora_name": 3, "lora_path": "x"}, "body.lora_name"),
+        ({"lora_name": "x", "lora_path": "x", "load_inplace": "yes"}, "body.load_inplace"),
+        ({"lora_name": "x", "lora_path": "x", "force": True}, "body.force"),
+        ({"lora_name": "\ud800", "lora_path": "x"}, "body.lora_name"),
+        ({"lora_name": "x", "lora_path": "\ud800"}, "body.lora_path"),
         ({"lora_name": "a\nb", "lora_path": "ROOT/mlp"}, "lora_name"),
         ({"lora_name": "__base__", "lora_path": "ROOT/mlp"}, "lora_name"),
         ({"lora_name": "tiny-llama", "lora_path": "ROOT/mlp"}, "lora_name"),
@@ -193,7 +193,9 @@ def test_a_bad_request_names_its_field(client, root, body, param):
         "/v1/load_lora_adapter", content=text, headers={"content-type": "application/json"}
     )
     assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["param"] == param
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert error["type"] == ("Bad Request" if param.startswith("body") else "InvalidUserInput")
 
 
 def test_of_two_loads_of_one_name_one_wins(client, root):
@@ -210,11 +212,20 @@ def test_of_two_loads_of_one_name_one_wins(client, root):
     assert sorted(statuses) == [200, 400, 400, 400, 400, 400]
 
 
-def test_a_load_checks_the_routes_of_what_it_loaded(client, root, state):
+def test_a_load_checks_the_routes_of_what_it_loaded(client, root, state, monkeypatch):
+    from branchline.serving.http import admin
+
+    reports = []
+    real = admin.check_numerics
+
+    def watched(served, **settings):
+        reports.append(real(served, **settings))
+        return reports[-1]
+
+    monkeypatch.setattr(admin, "check_numerics", watched)
     load(client, "mine", root / "all")
-    assert state.readiness is not None
-    assert "mine" in state.readiness.adapters
-    assert state.readiness.ok
+    assert [report.adapters for report in reports] == [("mine",)]
+    assert reports[0].ok
 
 
 def test_the_listing_tells_where_adapters_lie_and_what_they_cost(client, root, state):

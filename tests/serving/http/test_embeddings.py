@@ -8,13 +8,13 @@ import json
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import BertConfig, BertForMaskedLM, BertModel
 
 from branchline.core.errors import WrapError
 from branchline.serving.http.embeddings import batches_of
 from branchline.serving.http.pooling import Pooling, PoolingConfig
 from tests.helpers import make_tokenizer
-from tests.models import save_adapter
 from tests.serving.http.inside import client_of, serving
 
 TEXTS = ["the quick brown fox", "dog", "jumps over the lazy dog " * 3]
@@ -34,13 +34,25 @@ def make_model(kind):
     return model.to(torch.bfloat16)
 
 
+def save_encoder_adapter(model, folder):
+    config = LoraConfig(
+        r=8,
+        lora_alpha=16,
+        target_modules=["query", "value"],
+        init_lora_weights=False,
+        task_type="FEATURE_EXTRACTION" if isinstance(model, BertModel) else None,
+    )
+    get_peft_model(model, config).save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture(scope="module", params=[BertModel, BertForMaskedLM])
 def state(request, tmp_path_factory):
     root = tmp_path_factory.mktemp("encoder")
     model = make_model(request.param)
     model.save_pretrained(root / "tiny-bert")
     make_tokenizer().save_pretrained(root / "tiny-bert")
-    adapter = save_adapter(model.float(), root / "tuned", ["query", "value"], rank=8, seed=1)
+    adapter = save_encoder_adapter(model.float(), root / "tuned")
     with serving(root / "tiny-bert", {"tuned": adapter}, make_model(request.param)) as state:
         yield state
 

@@ -136,14 +136,14 @@ def test_a_request_ends_on_the_adapter_that_it_began_with(server, adapter_folder
     with server.client() as client:
         body = {"lora_name": "passing", "lora_path": folder}
         assert client.post("/v1/load_lora_adapter", json=body).status_code == 200
-        with streaming(server, model="passing") as stream:
+        with streaming(server, model="passing", max_tokens=300) as stream:
             named = {"lora_name": "passing"}
             assert client.post("/v1/unload_lora_adapter", json=named).status_code == 200
             gone = client.post("/v1/completions", json={"model": "passing", "prompt": "x"})
             assert gone.status_code == 404
             assert stream.finish is None
         assert stream.finish == "length"
-        with streaming(server, model="mlp") as same:
+        with streaming(server, model="mlp", max_tokens=300) as same:
             pass
     texts = ["".join(event["choices"][0]["text"] for event in s.events) for s in (stream, same)]
     assert texts[0] == texts[1]

@@ -24,13 +24,8 @@ from branchline.serving.engine.requests import EngineStats, FinishReason
 from branchline.serving.http import admin, metrics, page
 from branchline.serving.http.errors import install_error_handlers
 from branchline.serving.http.metrics import Metrics
-from branchline.serving.http.page_view import (
-    PageSource,
-    Throughput,
-    duration,
-    readable_bytes,
-    shares,
-)
+from branchline.serving.http.page_numbers import Throughput, duration, readable_bytes
+from branchline.serving.http.page_view import PageSource, shares
 from branchline.serving.http.start import guarded
 from branchline.serving.self_check import check_numerics
 from branchline.serving.serve_config import ServeConfig

@@ -1,19 +1,23 @@
-"""Streams and their ends: clients that leave, do not read, come too late or in too great a number."""
+"""Streams and their ends: clients that leave, do not read, or are too many."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import socket
 import threading
 import time
 
 import httpx
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from branchline.core.errors import NonFiniteError
 from branchline.serving.http.errors import ApiError
 from branchline.serving.http.sse import EventStream, while_connected
+from tests.helpers import edit_tensors
 from tests.serving.http.inside import client_of, serving
 
 LONG = {"prompt": "the quick", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
@@ -177,13 +181,6 @@ def test_no_requests_while_stopping(hurried):
 
 
 def test_an_adapter_that_overflows_fails_alone(model_folder, adapter_folders, tmp_path):
-    import shutil
-
-    import torch
-    from safetensors.torch import load_file
-
-    from tests.helpers import edit_tensors
-
     folder = tmp_path / "huge"
     shutil.copytree(adapter_folders["all"], folder)
     file = folder / "adapter_model.safetensors"
@@ -192,9 +189,8 @@ def test_an_adapter_that_overflows_fails_alone(model_folder, adapter_folders, tm
         body = {**LONG, "max_tokens": 4}
         before = client.post("/v1/completions", json=body).json()["choices"]
         for stream in (False, True):
-            failed = client.post(
-                "/v1/completions", json={**body, "model": "huge", "stream": stream}
-            )
+            asked = {**body, "model": "huge", "stream": stream}
+            failed = client.post("/v1/completions", json=asked)
             assert failed.status_code == 500
             assert failed.json()["error"]["code"] == "non_finite"
             assert "huge" in failed.json()["error"]["message"]
@@ -251,13 +247,15 @@ def test_a_client_that_hangs_up_frees_its_place(server, stream):
 
 
 def test_a_key_has_its_share(start_server):
-    env = {"BRANCHLINE_API_KEY": "k1,k2"}
+    env = {"BRANCHLINE_API_KEY": '["k1", "k2"]'}
     server = start_server("--max-concurrency-per-key", "1", env=env, adapters=False)
     first, other = ({"Authorization": f"Bearer {key}"} for key in ("k1", "k2"))
     url = f"{server.url}/v1/completions"
     body = {**LONG, "stream": True}
     with httpx.stream("POST", url, json=body, headers=first, timeout=60) as running:
-        next(running.iter_text())
+        # Kept: a forgotten iterator closes its stream.
+        pieces = running.iter_text()
+        next(pieces)
         refused = httpx.post(url, json={**LONG, "max_tokens": 1}, headers=first, timeout=60)
         assert refused.status_code == 429
         assert refused.headers["Retry-After"] == "1"

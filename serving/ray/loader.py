@@ -1,0 +1,60 @@
+"""What a replica serves, from a folder that lies on its machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import AutoTokenizer
+
+from ...core.errors import ConfigError, WrapError
+from ..config import WrapConfig
+from ..folder import UNREADABLE, one_line
+from ..http.start import LoadedModel
+from ..load import load_model
+from ..wrap import wrap
+from .config import FleetConfig
+
+
+@dataclass(frozen=True)
+class FolderLoader:
+    """Loads the model and its tokenizer, without adapters.
+
+    Args:
+        config: of the fleet.
+
+    Raises:
+        ConfigError: static scales are to be calibrated, and no saved ones are named.
+    """
+
+    config: FleetConfig
+
+    def __post_init__(self) -> None:
+        file, quant = self.config.calibration, self.config.quant
+        if quant.calibrated and (file is None or file.suffix != ".json"):
+            raise ConfigError(
+                f"quant={quant}",
+                "has static scales, which all replicas have to share",
+                "name a .json of saved scales by calibration",
+            )
+
+    def __call__(self) -> LoadedModel:
+        """Load and wrap.
+
+        Raises:
+            BranchlineError: something does not fit.
+        """
+        folder = self.config.model
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+        except UNREADABLE as error:
+            raise WrapError(
+                f"model {str(folder)!r}",
+                f"holds no readable tokenizer ({one_line(error)})",
+                "save the tokenizer into the same folder",
+            ) from error
+        fields = set(WrapConfig.model_fields)
+        settings = self.config.model_dump(exclude_unset=True, include=fields)
+        served = wrap(load_model(folder), calibration=self.config.calibration, **settings)
+        return LoadedModel(served, tokenizer, folder)
