@@ -7,6 +7,7 @@ import argparse
 from benchmarks.adapters import loading, lora
 from benchmarks.linear import decode, matmul
 from benchmarks.producers import activation, norm, routes
+from benchmarks.serving import throughput
 from branchline.core import native
 
 
@@ -23,7 +24,7 @@ def main() -> None:
         return
     print(f"C kernels on {library.isa}")
     # Those that need whole models take minutes, however few their repetitions.
-    models = () if short else (decode, lora, loading)
+    models = () if short else (decode, lora, loading, throughput)
     for module in (activation, norm, routes, matmul, *models):
         module.run(short)
 

@@ -20,7 +20,7 @@ import torch
 
 from .errors import ConfigError
 
-ABI_VERSION = 9
+ABI_VERSION = 10
 ISA_VARIABLE = "BRANCHLINE_NATIVE_ISA"
 _ISAS = ("scalar", "avx2", "avx512")
 
@@ -62,6 +62,13 @@ class InputKind(IntEnum):
     E4M3 = 0
     BF16 = 1
     F32 = 2
+
+
+class WeightKind(IntEnum):
+    """enum bl_weight_kind."""
+
+    E4M3 = 0
+    BF16 = 1
 
 
 #: BL_PANEL: output channels that a packed weight keeps together.
@@ -163,7 +170,8 @@ class Matmul(ctypes.Structure):
         ("x_scale", _PTR),
         ("x_scale_stride", _I64),
         ("x_group", _I64),
-        ("codes", _PTR),
+        ("weight", _PTR),
+        ("weight_kind", _I64),
         ("weight_scale", _PTR),
         ("weight_group", _I64),
         ("weight_each_channel", _I64),

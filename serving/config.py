@@ -13,6 +13,7 @@ from pydantic import Field, field_validator, model_validator
 from ..adapters.sources import SourceLimits
 from ..adapters.tiers import Eviction, TierLimits
 from ..core.scheme import SCHEMES, LinearScheme
+from ..linear.kernels.float_selection import FloatKernel
 from ..linear.kernels.selection import kernel_names
 from ..policies.policy import make_policy
 from .settings import Ignore, Percentile, QuantizeHead, Settings
@@ -140,6 +141,15 @@ class WrapConfig(Settings):
             f"({', '.join(kernel_names())}); refuses if it cannot run."
         ),
     ] = None
+
+    float_kernel: Annotated[
+        FloatKernel,
+        Field(
+            description="What multiplies unquantised linears, the output head above all: torch; "
+            "native (the C kernels, for bfloat16 on a CPU; refuses if they cannot run); auto "
+            "(native where it runs)."
+        ),
+    ] = FloatKernel.TORCH
 
     @property
     def tier_limits(self) -> TierLimits:

@@ -267,8 +267,8 @@ class ServedModel(PeftSurface, nn.Module):
         if quant not in tuple(Quant):
             raise ConfigError(f"quant={str(quant)!r}", "is unknown", f"use {', '.join(Quant)}")
         wanted = Quant(quant)
-        force = self.settings.linear_kernel
-        found.kernel = requantized(found, wanted, self.calibration, force)
+        force, float_kernel = self.settings.linear_kernel, self.settings.float_kernel
+        found.kernel = requantized(found, wanted, self.calibration, force, float_kernel)
 
     def unwrap(self) -> nn.Module:
         """Give the model its own linears and forwards back; the served model is spent afterwards.

@@ -192,7 +192,9 @@ def _base_parameters(model: nn.Module) -> int:
         if isinstance(module, RoutedLinear):
             weight = module.kernel.float_weight()
             bias = module.bias
-            if weight is None:
+            if not isinstance(weight, nn.Parameter):
+                # None, or a copy that the kernel made, which is shared with nobody.
+                weight = None
                 total += module.in_features * module.out_features
             own = [weight, bias]
         else:

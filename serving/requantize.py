@@ -9,7 +9,8 @@ from ..core.platform import detect_platform
 from ..linear.calibration import Calibration
 from ..linear.kernels.base import LinearKernel, QuantizedKernel
 from ..linear.kernels.build import build_kernel, calibrated_contract
-from ..linear.kernels.float import FloatLinear
+from ..linear.kernels.float_selection import FloatKernel, build_float_kernel, give_weight_back
+from ..linear.kernels.native_bf16 import NativeBf16Linear
 from ..linear.quantized_weight import QuantizedWeight
 from ..linear.routed import RoutedLinear
 from ..linear.weights import LinearModule, float_weight
@@ -17,7 +18,11 @@ from .config import Quant
 
 
 def requantized(
-    layer: RoutedLinear, quant: Quant, ranges: Calibration | None, force: str | None
+    layer: RoutedLinear,
+    quant: Quant,
+    ranges: Calibration | None,
+    force: str | None,
+    float_kernel: FloatKernel,
 ) -> LinearKernel:
     """The kernel of `layer` under another scheme; the layer keeps its own until it is set.
 
@@ -26,7 +31,8 @@ def requantized(
             values.
         quant: the scheme.
         ranges: observed inputs, for a scheme that needs them.
-        force: name of the only kernel that may be chosen.
+        force: name of the only kernel of quantised weights that may be chosen.
+        float_kernel: what multiplies where nothing is quantised.
 
     Raises:
         ConfigError: "none" for a layer whose checkpoint holds codes.
@@ -42,7 +48,17 @@ def requantized(
                 "its checkpoint holds codes, and no unquantised weight",
                 "name a scheme, or load an unquantised checkpoint",
             )
-        return FloatLinear(original)
+        if isinstance(layer.kernel, NativeBf16Linear):
+            return layer.kernel
+        # The weight stayed with the module while codes were multiplied; others may have it too.
+        return build_float_kernel(
+            layer.name,
+            original,
+            detect_platform(layer.device),
+            float_kernel,
+            weight_read=layer.weight_was_read,
+            keeps_weight=True,
+        )
     if quant.calibrated and ranges is None:
         raise CalibrationError(
             f"quant='{quant}' for {layer.name}",
@@ -52,14 +68,18 @@ def requantized(
     weight = QuantizedWeight.from_float(_values(layer), layer.name, scheme.weight)
     device = weight.codes.device
     contract = calibrated_contract(scheme, layer.name, ranges if quant.calibrated else None, device)
-    return build_kernel(
+    kernel = build_kernel(
         layer.name, weight, layer.kernel.bias(), contract, detect_platform(device), force
     )
+    give_weight_back(layer.kernel)
+    return kernel
 
 
 def _values(layer: RoutedLinear) -> torch.Tensor:
+    kernel = layer.kernel
+    if isinstance(kernel, NativeBf16Linear):
+        return kernel.unpacked()
     if isinstance(layer.original, LinearModule):
         return float_weight(layer.original)
-    kernel = layer.kernel
     assert isinstance(kernel, QuantizedKernel)
     return kernel.quantized_weight().dequantize()

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 
+from ..linear.kernels.float_selection import FloatKernel
 from .config import WrapConfig
 from .settings import Settings
 
@@ -33,6 +34,10 @@ class LogFormat(StrEnum):
 class EngineConfig(WrapConfig):
     """How requests are batched, beside how the model is wrapped."""
 
+    float_kernel: Annotated[
+        FloatKernel,
+        Field(description=WrapConfig.model_fields["float_kernel"].description),
+    ] = FloatKernel.AUTO
     max_model_len: Annotated[
         int | None,
         Field(

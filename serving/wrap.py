@@ -34,6 +34,7 @@ from ..linear.hooks import move_hooks, unwatch_hooks
 from ..linear.kernels.base import LinearKernel, QuantizedKernel
 from ..linear.kernels.build import build_kernel, calibrated_contract
 from ..linear.kernels.float import FloatLinear
+from ..linear.kernels.float_selection import build_float_kernel, give_weight_back
 from ..linear.quantized_linear import QuantizedLinear
 from ..linear.quantized_weight import QuantizedWeight
 from ..linear.registry import LayerRegistry, Unwrapped
@@ -130,6 +131,7 @@ class _Wrapping:
         found = discover(self.model, self.registry, example or example_inputs(self.model))
         ranges = self._ranges(calibration, tokenizer)
         self._quantize(originals, skipped, ranges)
+        self._choose_float_kernels(originals)
         _group_kernels(found.sites)
         self.registry.listen(lambda epoch, reason: _group_kernels(found.sites))
         found.install()
@@ -321,6 +323,24 @@ class _Wrapping:
             weight = QuantizedWeight.from_float(float_weight(module), name, scheme.weight)
             contract = calibrated_contract(scheme, name, ranges, weight.codes.device)
             self.registry.layers[name].kernel = self._kernel(name, weight, module.bias, contract)
+
+    def _choose_float_kernels(self, originals: dict[str, FoundLinear]) -> None:
+        """Of what stays unquantised; until now the model's own weights were there to be read."""
+        tied = {entry.name for entry in self.ties}
+        for name, found in originals.items():
+            layer, module = self.registry.layers[name], found.module
+            if isinstance(module, QuantizedLinear) or not isinstance(layer.kernel, FloatLinear):
+                continue
+            # Registered before the weight goes, and for whatever kernel is there at the end.
+            self.undo.callback(lambda layer=layer: give_weight_back(layer.kernel))
+            layer.kernel = build_float_kernel(
+                name,
+                module,
+                self._platform(linear_device(module)),
+                self.config.float_kernel,
+                weight_read=layer.weight_was_read,
+                keeps_weight=name in tied,
+            )
 
     def _note_ties(self, originals: dict[str, FoundLinear], skipped: set[str]) -> None:
         """Say which linears share their weight with another module, and what became of it."""

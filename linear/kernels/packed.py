@@ -1,4 +1,4 @@
-"""FP8 weights as the C matmul reads them, and its calls."""
+"""FP8 and bfloat16 weights as the C matmul reads them, and its calls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from ...core import native
-from ...core.native import PANEL, InputKind, Matmul
+from ...core.native import PANEL, InputKind, Matmul, WeightKind
 from ...core.quant_key import QuantKey
 from ..outputs import empty
 from ..quantized_weight import QuantizedWeight
@@ -23,7 +23,56 @@ _KINDS = {
 }
 
 
-class PackedWeight:
+class Packed:
+    """A weight in panels of `PANEL` output channels, and its calls."""
+
+    _out_features: int
+    #: What is the same in all calls; it holds addresses, so whoever makes it keeps the tensors.
+    _template: Matmul
+
+    def call(self, x: PackedInput, dtype: torch.dtype) -> tuple[Matmul, torch.Tensor]:
+        """A call of the C matmul, and where its (M, N) go: bfloat16 or float32."""
+        call = Matmul.from_buffer_copy(self._template)
+        call.rows, call.x, call.x_stride = x.rows.number, x.values.data_ptr(), x.rows.stride
+        call.x_kind = _KINDS[x.values.dtype]
+        if x.scale is not None:
+            call.x_scale = x.scale.data_ptr()
+            call.x_scale_stride = 0 if x.scale.numel() == 1 else x.scale.shape[-1]
+        out = empty((x.rows.number, self._out_features), dtype, x.values.device)
+        call.out, call.out_bf16 = out.data_ptr(), dtype == torch.bfloat16
+        return call, out
+
+
+class PackedBfloat16(Packed):
+    """One bfloat16 weight in panels of `PANEL` output channels, two bytes an element.
+
+    Args:
+        weight: bfloat16 (N, K), K at least 1, on the CPU.
+        bias: (N,), or None.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._out_features, columns = weight.shape
+        # As integers, so that no copy of a NaN changes its payload.
+        self._halves = pack_panels(weight.view(torch.int16))
+        self._bias = None if bias is None else _padded_bias(bias, self._out_features)
+        call = Matmul(columns=columns, out_features=self._out_features, block=BLOCK)
+        call.weight, call.weight_kind = self._halves.data_ptr(), WeightKind.BF16
+        call.bias = None if self._bias is None else self._bias.data_ptr()
+        call.out_stride = self._out_features
+        self._template = call
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory, bias excluded."""
+        return self._halves.numel() * 2
+
+    def unpacked(self) -> torch.Tensor:
+        """The weight as it was, to the bit: bfloat16 (N, K), contiguous, a copy."""
+        return unpack_panels(self._halves, self._out_features).view(torch.bfloat16)
+
+
+class PackedWeight(Packed):
     """One FP8 weight in panels of `PANEL` output channels, a byte an element.
 
     Args:
@@ -41,7 +90,7 @@ class PackedWeight:
         self._padding = -self._out_features % PANEL
         self._codes = pack_codes(weight.codes)
         self._scale = self._packed_scale(weight)
-        self._bias = None if bias is None else F.pad(bias.float(), (0, self._padding))
+        self._bias = None if bias is None else _padded_bias(bias, self._out_features)
         self._template = self._call_template(weight, key)
 
     @property
@@ -70,22 +119,11 @@ class PackedWeight:
         call.x_group, call.weight_group = group, scheme.columns
         call.weight_each_channel = scheme.rows == 1
         call.block = block_columns(scheme.columns, group)
-        call.codes, call.weight_scale = self._codes.data_ptr(), self._scale.data_ptr()
+        call.weight, call.weight_kind = self._codes.data_ptr(), WeightKind.E4M3
+        call.weight_scale = self._scale.data_ptr()
         call.bias = None if self._bias is None else self._bias.data_ptr()
         call.out_stride = self._out_features
         return call
-
-    def call(self, x: PackedInput, dtype: torch.dtype) -> tuple[Matmul, torch.Tensor]:
-        """A call of the C matmul, and where its (M, N) go: bfloat16 or float32."""
-        call = Matmul.from_buffer_copy(self._template)
-        call.rows, call.x, call.x_stride = x.rows.number, x.values.data_ptr(), x.rows.stride
-        call.x_kind = _KINDS[x.values.dtype]
-        if x.scale is not None:
-            call.x_scale = x.scale.data_ptr()
-            call.x_scale_stride = 0 if x.scale.numel() == 1 else x.scale.shape[-1]
-        out = empty((x.rows.number, self._out_features), dtype, x.values.device)
-        call.out, call.out_bf16 = out.data_ptr(), dtype == torch.bfloat16
-        return call, out
 
 
 class PackedInput:
@@ -110,7 +148,7 @@ class PackedInput:
 
 
 def multiply(
-    x: PackedInput, weights: Sequence[PackedWeight], dtype: torch.dtype
+    x: PackedInput, weights: Sequence[Packed], dtype: torch.dtype
 ) -> list[torch.Tensor]:
     """(M, N) of each of at most `MATMULS` weights, in one call: bfloat16 or float32.
 
@@ -136,18 +174,32 @@ def packing_refusal(weight_rows: int, *groups: int) -> str | None:
 
 
 def pack_codes(codes: torch.Tensor) -> torch.Tensor:
-    """(N, K) as uint8 (panels, K, PANEL), rows of zeros behind the last.
-
-    Byte 2 * i of a panel's input is channel i, byte 2 * i + 1 channel i + PANEL / 2: a word's two
-    halves then are two vectors of neighbouring channels.
-    """
-    rows = F.pad(codes.view(torch.uint8), (0, 0, 0, -codes.shape[0] % PANEL))
-    return rows.view(-1, 2, PANEL // 2, codes.shape[1]).permute(0, 3, 2, 1).contiguous().flatten(2)
+    """FP8 (N, K) as uint8 (panels, K, PANEL); see `pack_panels`."""
+    return pack_panels(codes.view(torch.uint8))
 
 
 def unpack_codes(packed: torch.Tensor, out_features: int) -> torch.Tensor:
     """The inverse of `pack_codes`: float8_e4m3fn (N, K)."""
+    return unpack_panels(packed, out_features).view(torch.float8_e4m3fn)
+
+
+def pack_panels(weight: torch.Tensor) -> torch.Tensor:
+    """(N, K) as (panels, K, PANEL) of the same dtype, rows of zeros behind the last.
+
+    Element 2 * i of a panel's input is channel i, element 2 * i + 1 channel i + PANEL / 2: a word's
+    two halves then are two vectors of neighbouring channels.
+    """
+    rows = F.pad(weight, (0, 0, 0, -weight.shape[0] % PANEL))
+    halves = rows.view(-1, 2, PANEL // 2, weight.shape[1])
+    return halves.permute(0, 3, 2, 1).contiguous().flatten(2)
+
+
+def unpack_panels(packed: torch.Tensor, out_features: int) -> torch.Tensor:
+    """The inverse of `pack_panels`: (N, K), contiguous."""
     panels, columns, _ = packed.shape
     rows = packed.view(panels, columns, PANEL // 2, 2).permute(0, 3, 2, 1)
-    codes = rows.reshape(panels * PANEL, columns)[:out_features]
-    return codes.contiguous().view(torch.float8_e4m3fn)
+    return rows.reshape(panels * PANEL, columns)[:out_features].contiguous()
+
+
+def _padded_bias(bias: torch.Tensor, out_features: int) -> torch.Tensor:
+    return F.pad(bias.detach().float(), (0, -out_features % PANEL))

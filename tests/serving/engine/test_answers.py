@@ -34,7 +34,7 @@ def test_quantised_answers_differ_only_where_logits_are_close(llama, serve, poli
         chosen = logits.gather(-1, torch.tensor(ids)[:, None])[:, 0]
         # bfloat16 logits lie up to 2^-8 of their size apart, and an FP8 code that rounds the other
         # way moves them by a few of these steps; a wrong cache or slot moves them by their size.
-        assert (best - chosen).max() <= 0.04 * logits.abs().max(), (name, best - chosen)
+        assert (best - chosen).max() <= 0.08 * logits.abs().max(), (name, best - chosen)
 
 
 def test_one_request_of_one_token(served, serve):

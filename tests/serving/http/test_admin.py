@@ -224,8 +224,9 @@ def test_a_load_checks_the_routes_of_what_it_loaded(client, root, state, monkeyp
 
     monkeypatch.setattr(admin, "check_numerics", watched)
     load(client, "mine", root / "all")
-    assert [report.adapters for report in reports] == [("mine",)]
-    assert reports[0].ok
+    (report,) = reports
+    assert "mine" in report.adapters
+    assert report.ok
 
 
 def test_the_listing_tells_where_adapters_lie_and_what_they_cost(client, root, state):

@@ -141,7 +141,6 @@ def test_ten_thousand_small_requests_and_memory_is_back_to_level(start_server: S
         (b'{"model": "x"', 400),
         (b"\xff\xfe{}", 400),
         (b'{"model": "\xff", "prompt": "a"}', 400),
-        (b'{"prompt": "no model"}', 400),
         (b"[" * 100_000, 400),
         (b'{"a":' * 50_000, 400),
         (b"x" * 5 * 1024 * 1024, 413),
@@ -154,7 +153,6 @@ def test_ten_thousand_small_requests_and_memory_is_back_to_level(start_server: S
         "cut2",
         "utf16",
         "utf8",
-        "nomodel",
         "deep",
         "deep2",
         "5MB",
@@ -246,7 +244,7 @@ def test_zip_bomb_is_refused(server, adapter_folders):
     with zipfile.ZipFile(inner, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("adapter_config.json", "{}")
         with archive.open("adapter_model.safetensors", "w", force_zip64=True) as file:
-            for _ in range(3 * 1024):
+            for _ in range(256):
                 file.write(bytes(1024 * 1024))
     bomb.write_bytes(inner.getvalue())
     try:

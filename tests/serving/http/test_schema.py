@@ -6,7 +6,7 @@ import httpx
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 
-EXAMPLES = 25
+EXAMPLES = 12
 
 
 def test_no_request_of_the_schema_breaks_the_server(server):
