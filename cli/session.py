@@ -125,9 +125,14 @@ class Session:
         if self._static:
             calibration = calibration_data(self.calibration, lambda: self.tokenizer, self.say)
         self.say(f"wrapping {type(model).__name__}")
-        # Unset settings stay unset: `wrap` refuses one that is set and would have no effect.
-        fields = set(WrapConfig.model_fields)
-        settings = self.settings.model_dump(exclude_unset=True, include=fields)
+        # Unset settings stay unset, for `wrap` refuses one that is set and would have no effect;
+        # but a server has a few defaults of its own.
+        settings = {
+            name: value
+            for name, field in WrapConfig.model_fields.items()
+            if (value := getattr(self.settings, name)) != field.default
+            or name in self.settings.model_fields_set
+        }
         served = wrap(model, calibration=calibration, **settings)
         for adapter in self.adapters:
             info = served.adapters.load(adapter.name, adapter.source)

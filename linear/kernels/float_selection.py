@@ -102,7 +102,3 @@ def give_weight_back(kernel: LinearKernel) -> None:
     """Let the module behind `kernel` have its own weight, where the kernel took it."""
     if isinstance(kernel, NativeBf16Linear):
         kernel.give_back()
-
-
-
-

@@ -147,9 +147,7 @@ class PackedInput:
         self.scale = scale
 
 
-def multiply(
-    x: PackedInput, weights: Sequence[Packed], dtype: torch.dtype
-) -> list[torch.Tensor]:
+def multiply(x: PackedInput, weights: Sequence[Packed], dtype: torch.dtype) -> list[torch.Tensor]:
     """(M, N) of each of at most `MATMULS` weights, in one call: bfloat16 or float32.
 
     Raises:
