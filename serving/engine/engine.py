@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import logging
 import queue
-import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -24,14 +23,13 @@ from ...core.errors import (
     BatchError,
     BranchlineError,
     EngineStoppedError,
-    NonFiniteError,
     RequestFailedError,
-    RequestTooLongError,
 )
 from ..model import ServedModel
 from ..serve_config import EngineConfig
 from .attention import IMPLEMENTATION
 from .cache import AdapterCache, blocks_for, refuse_unpaged
+from .checks import check_request, non_finite, seeds_from, stop_tokens_of
 from .memory import free_bytes
 from .requests import EngineStats, FinishReason, GenerationRequest, Token, Update
 from .sampling import choose, finite_rows, is_stop
@@ -71,14 +69,13 @@ class Engine:
         positions = getattr(text_config, "max_position_embeddings", None)
         longest = [blocks * config.block_size, positions, config.max_model_len]
         self.max_model_len: int = min(n for n in longest if n is not None)
-        self.stop_tokens = _stop_tokens(model)
+        self.stop_tokens = stop_tokens_of(model)
         self._vocabulary: int = text_config.vocab_size
-        self._seeds = _seeds(seed)
+        self._seeds = seeds_from(seed)
         self._scheduler = Scheduler(self._cache, config)
         self._runner = StepRunner(served, self._cache)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="branchline-engine", daemon=True)
-        self._idle = threading.Event()
         self._lock = threading.Lock()
         self._known: set[str] = set()
         self._stopping = False
@@ -114,7 +111,7 @@ class Engine:
             RequestTooLongError: prompt and answer do not fit.
             BatchError: an empty prompt, tokens that the model has not, or an id that is in use.
         """
-        self._check(request)
+        check_request(request, self._vocabulary, self.max_model_len)
         with self._lock:
             if self._stopping or self._error is not None or self._ended:
                 raise self._stopped(request.request_id)
@@ -261,7 +258,7 @@ class Engine:
         sequences = step.chosen
         bad = [s for s, is_finite in zip(sequences, finite, strict=True) if not is_finite]
         for sequence in bad:
-            self._fail_one(sequence, _non_finite(sequence))
+            self._fail_one(sequence, non_finite(sequence))
         if bad:
             rows = [row for row, is_finite in enumerate(finite) if is_finite]
             logits, sequences = logits[rows], tuple(sequences[row] for row in rows)
@@ -357,30 +354,6 @@ class Engine:
             model.set_attn_implementation(self._attention_before)
             self._attention_before = None
 
-    # --- checks ---------------------------------------------------------------------------------
-
-    def _check(self, request: GenerationRequest) -> None:
-        subject = f"request {request.request_id!r}"
-        if not request.prompt:
-            raise BatchError(subject, "has an empty prompt", "give it at least one token")
-        outside = [t for t in request.prompt if not 0 <= t < self._vocabulary]
-        if outside:
-            raise BatchError(
-                subject,
-                f"has token {outside[0]}, but the model has tokens 0 to {self._vocabulary - 1}",
-                "encode the prompt with the model's tokenizer",
-            )
-        tokens = request.sampling.max_tokens
-        if tokens < 1:
-            raise BatchError(subject, f"asks for {tokens} tokens", "ask for at least one")
-        if len(request.prompt) + tokens > self.max_model_len:
-            raise RequestTooLongError(
-                subject,
-                f"has {len(request.prompt)} prompt tokens and asks for {tokens} more, but prompt "
-                f"and answer may have {self.max_model_len} together",
-                "shorten the prompt, ask for fewer tokens, or start with a higher --max-model-len",
-            )
-
     def _stopped(self, subject: str) -> EngineStoppedError:
         if self._error is not None:
             reason = f"the engine died ({type(self._error).__name__}: {self._error})"
@@ -390,26 +363,3 @@ class Engine:
 
 def _by_adapter(sequences: tuple[Sequence, ...]) -> Mapping[str, int]:
     return Counter(s.lease.name for s in sequences if s.lease is not None)
-
-
-def _non_finite(sequence: Sequence) -> NonFiniteError:
-    lease = sequence.lease
-    by = "the base model" if lease is None else f"adapter '{lease.name}'"
-    return NonFiniteError(
-        f"request {sequence.request_id!r}",
-        f"{by} gave logits that are not finite",
-        "check its weights: they overflow on this input",
-    )
-
-
-def _stop_tokens(model: Any) -> frozenset[int]:
-    found = model.generation_config.eos_token_id
-    if found is None:
-        return frozenset()
-    return frozenset(found) if isinstance(found, list | tuple) else frozenset({found})
-
-
-def _seeds(seed: int) -> Iterator[int]:
-    source = random.Random(seed)
-    while True:
-        yield source.getrandbits(64)

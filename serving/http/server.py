@@ -46,6 +46,9 @@ def run_server(config: ServeConfig, loader: Loader, names: tuple[str, ...]) -> N
         BranchlineError: the model, an adapter or the engine cannot be served.
     """
     configure_logging(config.log_level, config.log_format)
+    # The event loop holds the interpreter up to so long while the engine's thread waits for it
+    # between two kernels; the default is as long as a step.
+    sys.setswitchinterval(0.0005)
     listening = _listen(config)
     server = _Server(config, loader, names)
     with asyncio.Runner(loop_factory=server.uvicorn.config.get_loop_factory()) as runner:

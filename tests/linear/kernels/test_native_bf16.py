@@ -9,11 +9,10 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from branchline.core import native
+from branchline.core import native, quantize
 from branchline.core.errors import ContractError, KernelUnavailableError, RawConsumerError
 from branchline.core.platform import Platform, detect_platform
 from branchline.core.quant_key import FP8_DYNAMIC_TOKEN
-from branchline.core.quantized_activation import quantize
 from branchline.linear.kernels import packed
 from branchline.linear.kernels.float import FloatLinear
 from branchline.linear.kernels.float_selection import (
