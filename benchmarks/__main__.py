@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from benchmarks.adapters import loading, lora
-from benchmarks.linear import decode, matmul
+from benchmarks.linear import decode, head, matmul
 from benchmarks.producers import activation, norm, routes
 from benchmarks.serving import throughput
 from branchline.core import native
@@ -25,7 +25,7 @@ def main() -> None:
     print(f"C kernels on {library.isa}")
     # Those that need whole models take minutes, however few their repetitions.
     models = () if short else (decode, lora, loading, throughput)
-    for module in (activation, norm, routes, matmul, *models):
+    for module in (activation, norm, routes, matmul, head, *models):
         module.run(short)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -88,9 +89,12 @@ def read_file(model: type[Settings], file: Path) -> dict[str, Any]:
     for key, value in found.items():
         name = str(key).replace("-", "_")
         if name not in model.model_fields or name in values:
-            state = "names" if name not in model.model_fields else "names twice"
+            unknown = name not in model.model_fields
+            state = "has the unknown setting" if unknown else "has twice the setting"
+            near = get_close_matches(name, model.model_fields, 3, 0.5)
+            hint = f"did you mean {' or '.join(near)}? " if near and unknown else ""
             known = ", ".join(sorted(model.model_fields))
-            raise ConfigError(subject, f"{state} {str(key)!r}", f"known settings: {known}")
+            raise ConfigError(subject, f"{state} {str(key)!r}", f"{hint}known settings: {known}")
         values[name] = value
     return values
 

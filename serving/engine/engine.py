@@ -83,7 +83,6 @@ class Engine:
         self._error: BaseException | None = None
         self._arrivals = 0
         self._counts: Counter[str] = Counter()
-        self._last_step_at: float | None = None
         self._attention_before = model.config._attn_implementation
         model.set_attn_implementation(IMPLEMENTATION)
 
@@ -165,7 +164,6 @@ class Engine:
             generated_tokens=counts["generated_tokens"],
             failed_requests=counts["failed_requests"],
             preemptions=scheduler.preemptions,
-            last_step_at=self._last_step_at,
         )
 
     def stop(self, timeout: float) -> bool:
@@ -247,7 +245,6 @@ class Engine:
             _logger.exception("a forward of %d requests failed", len(shares))
             self._fail([share.sequence for share in shares], error, "its forward")
             return
-        self._last_step_at = time.monotonic()
         self._counts["steps"] += 1
         self._runner.advance(step)
         fed = sum(share.tokens for share in shares)

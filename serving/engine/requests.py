@@ -116,11 +116,6 @@ class GenerationRequest:
     sink: Sink
     lease: Lease | None = None
 
-    @property
-    def adapter(self) -> str | None:
-        """The name that was asked for; None for the base model."""
-        return None if self.lease is None else self.lease.name
-
 
 @dataclass(frozen=True)
 class EngineStats:
@@ -139,7 +134,6 @@ class EngineStats:
         generated_tokens: made so far.
         failed_requests: so far.
         preemptions: requests that gave their blocks back and began anew, so far.
-        last_step_at: `time.monotonic()` of the last forward's end; None before the first.
     """
 
     running: int
@@ -154,4 +148,3 @@ class EngineStats:
     generated_tokens: int
     failed_requests: int
     preemptions: int
-    last_step_at: float | None

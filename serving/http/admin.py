@@ -189,7 +189,7 @@ async def _load(
     except (AdapterError, ConfigError) as error:
         raise _told(error, path, fields) from error
     logger.info("adapter loaded", extra={"facts": {"adapter": name, "digest": info.digest}})
-    return PlainTextResponse(f"Success: adapter '{name}' was added")
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
 
 def _load_now(state: ServerState, name: str, source: AdapterSource, inplace: bool) -> AdapterInfo:
@@ -201,14 +201,22 @@ def _load_now(state: ServerState, name: str, source: AdapterSource, inplace: boo
         if _is_no_adapter(source):
             raise AdapterNotFoundError(error.subject, error.reason, error.remedy) from error
         raise
+    _check_now(state, name)
+    return info
+
+
+def _check_now(state: ServerState, name: str) -> None:
+    """The self-check of what was loaded; whatever it meets, requests are served rightly."""
     try:
-        found = check_numerics(state.served, adapters=[name])
+        state.readiness = found = check_numerics(state.served, adapters=[name])
     except AdapterNotFoundError:
         # It was unloaded meanwhile: nothing runs by its routes.
-        return info
-    if found.differences or state.readiness is None:
-        state.readiness = found
-    return info
+        return
+    except (RuntimeError, MemoryError):
+        logger.exception("the routes of adapter '%s' could not be checked", name)
+        return
+    for unchecked in found.unchecked:
+        logger.warning("a route was not checked: %s", unchecked)
 
 
 def _check_allowed(state: ServerState, source: AdapterSource, field: str) -> None:
@@ -234,12 +242,15 @@ async def _unload(request: Request, state: ServerState, name: str) -> Response:
         message = f"there is no adapter '{name}'"
         raise ApiError(404, message, param="lora_name") from error
     logger.info("adapter unloaded", extra={"facts": {"adapter": name}})
-    return PlainTextResponse(f"Success: adapter '{name}' was removed")
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
 
 def _told(error: AdapterError | ConfigError, path: str, fields: tuple[str, str]) -> ApiError:
     name_field, path_field = fields
-    if isinstance(error, AdapterExistsError | ConfigError):
+    if isinstance(error, AdapterExistsError):
+        message = f"{error.subject}: {error.reason}; pass load_inplace=true, or unload it first"
+        return ApiError(400, message, type="InvalidUserInput", param=name_field)
+    if isinstance(error, ConfigError):
         return ApiError(400, str(error), type="InvalidUserInput", param=name_field)
     # Of what was copied from its root to be read, the library names the copy.
     message = f"adapter {path!r}: {error.reason}; {error.remedy}"

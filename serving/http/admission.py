@@ -41,7 +41,8 @@ class Admission:
             key: which key it came with; None for none.
 
         Raises:
-            ApiError: 503 where the queue is full, 429 where the key has too many already.
+            ApiError: 400 where it alone is more than the queue holds, 503 where the queue is
+                full, 429 where the key has too many already.
         """
         self._enter(answers, key)
         try:
@@ -58,6 +59,13 @@ class Admission:
                     f"this key has {most} requests running, the most it may have at a time",
                     code="concurrency_exceeded",
                     headers=_RETRY,
+                )
+            if answers > self._max_answers:
+                raise ApiError(
+                    400,
+                    f"the request asks for {answers} answers, and the server takes "
+                    f"{self._max_answers} at a time (max_queue)",
+                    param="n",
                 )
             if self._answers + answers > self._max_answers:
                 raise ApiError(

@@ -112,7 +112,7 @@ class EngineCollector(Collector):
             "Adapters of running and waiting requests; the value is when they last changed.",
             labels=("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
         )
-        family.add_metric((str(self._config.max_loras), *now), changed_at)
+        family.add_metric((str(self._config.tier_limits.count), *now), changed_at)
         return family
 
     def _load(self, stats: EngineStats) -> Iterator[Metric]:

@@ -145,7 +145,9 @@ def told(error: Exception) -> ApiError:
         return ApiError(504, "the request took longer than the server allows (request_timeout)")
     found = api_error_of(error) if isinstance(error, BranchlineError) else ApiError(500, _INTERNAL)
     if found.status >= 500:
-        logger.error("a request failed: %s", error, exc_info=error)
+        # What was raised on purpose says all in its words.
+        planned = isinstance(error, BranchlineError) and error.__cause__ is None
+        logger.error("a request failed: %s", error, exc_info=None if planned else error)
     return found
 
 
@@ -189,7 +191,14 @@ def install_error_handlers(app: FastAPI) -> None:
     async def on_invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         request.app.state.branchline.metrics.refused(400)
-        found = validation_error(error.errors())
+        kind = request.headers.get("content-type", "")
+        if request.method == "POST" and "json" not in kind:
+            found = bad_request(
+                f"the body is {kind or 'of no type'}; send it with Content-Type: application/json",
+                "body",
+            )
+        else:
+            found = validation_error(error.errors())
         if request.url.path in _VLLM_PATHS:
             found.type = "Bad Request"
             found.param = found.param if found.param == "body" else f"body.{found.param}"

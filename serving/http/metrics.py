@@ -16,7 +16,7 @@ from enum import StrEnum
 
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, choose_encoder
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.gc_collector import GCCollector
 from prometheus_client.process_collector import ProcessCollector
 
@@ -352,17 +352,6 @@ class Metrics:
             report: of the last one; None before the first.
         """
         self._self_checks.report = report
-
-    #: Of what `render` gives when it is not asked for another format.
-    content_type = CONTENT_TYPE_PLAIN_0_0_4
-
-    def render(self, accept: str = "") -> bytes:
-        """All metrics as text.
-
-        Args:
-            accept: an Accept header; OpenMetrics is given to those who ask for it.
-        """
-        return self.exposition(accept)[0]
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
         """All metrics in a format that the Accept header names, and its content type."""

@@ -68,6 +68,14 @@ class Body(BaseModel):
 
     _only_characters = model_validator(mode="before")(_refuse_surrogates)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_unset(cls, value: Any) -> Any:
+        # As OpenAI has it: clients send null for whatever they leave to the server.
+        if not isinstance(value, dict):
+            return value
+        return {k: v for k, v in value.items() if v is not None or k not in cls.model_fields}
+
 
 class StreamOptions(Body):
     """How an answer is streamed.
@@ -134,6 +142,9 @@ class GenerationBody(Body):
     return_tokens_as_token_ids: Unserved = None
     kv_transfer_params: Unserved = None
     vllm_xargs: Unserved = None
+    request_id: Unserved = None
+    cache_salt: Unserved = None
+    spaces_between_special_tokens: Unserved = None
     priority: Literal[0] | None = None
 
     @property

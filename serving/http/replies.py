@@ -87,7 +87,7 @@ async def reply(
         ApiError, BranchlineError, TimeoutError: see `generating`; of a stream, they are told in it.
     """
     facts = log_facts(request)
-    facts["model"] = envelope["model"]
+    facts["model"], facts["answer_id"] = envelope["model"], envelope["id"]
     if body.stream:
         stream = _stream(state, order, body, {**envelope, "object": chunk_object}, events, facts)
         return EventStream(stream, state.config.slow_reader_bytes)

@@ -63,7 +63,6 @@ def test_a_wrapped_model_computes_the_same_and_comes_back_to_the_bit(family, qua
     assert_close(served(ids).logits, expected)
     back = served.unwrap()
     assert back is model
-    assert_close(back(ids).logits, plain)
     assert torch.equal(back(ids).logits, plain)
     for name, value in weights(model).items():
         assert torch.equal(value.view(torch.uint8), before[name].view(torch.uint8)), name
@@ -182,8 +181,8 @@ def test_a_failed_change_of_scheme_loses_nothing():
     )
     ids = token_ids(2, 5)
     before = served(ids).logits
-    with pytest.raises(KernelUnavailableError):
-        served.requantize(DOWN, "nvfp4" if served.calibration else "fp8-weight-only")
+    with pytest.raises(KernelUnavailableError, match="stays unquantised"):
+        served.requantize(DOWN, "fp8-weight-only")
     assert torch.equal(served(ids).logits, before)
     kernel = served.registry.layers[DOWN].kernel
     assert isinstance(kernel, NativeBf16Linear)

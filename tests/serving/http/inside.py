@@ -25,7 +25,7 @@ def serving(
     **settings,
 ) -> Iterator[ServerState]:
     """The state of a server whose engine runs; `model` in place of what lies in the folder."""
-    config = ServeConfig.checked(quant="fp8-dynamic", **settings)
+    config = ServeConfig.checked(**{"quant": "fp8-dynamic", **settings})
     plain = model or branchline.load_model(folder)
     given = config.model_fields_set & branchline.WrapConfig.model_fields.keys()
     served = branchline.wrap(plain, **{name: getattr(config, name) for name in given})

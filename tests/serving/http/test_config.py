@@ -80,9 +80,9 @@ def test_modules_in_a_file_may_be_a_mapping_or_a_list(write):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("prot: 8000\n", "names 'prot'"),
+        ("prot: 8000\n", "unknown setting 'prot'"),
         ("port: 1\nport: 2\n", "'port' is there twice"),
-        ("max-loras: 1\nmax_loras: 2\n", "names twice 'max_loras'"),
+        ("max-loras: 1\nmax_loras: 2\n", "twice the setting 'max_loras'"),
         ("- port\n", "no mapping"),
         ("port: [\n", "no YAML"),
         ("port: !!python/name:os.system\n", "no YAML"),

@@ -144,7 +144,7 @@ def test_leases_and_counts(state, client):
     client.post("/v1/embeddings", json={"input": "", "model": "tuned"})
     assert state.served.adapters._aliases.known("tuned").version.leases == 0
     assert state.admission.answers == 0
-    assert 'adapter="tuned",outcome="stop"}' in state.metrics.render().decode()
+    assert 'adapter="tuned",outcome="stop"}' in state.metrics.exposition("")[0].decode()
 
 
 def test_batches_hold_so_many_tokens_with_their_padding():

@@ -1,4 +1,4 @@
-"""Faults that other servers have been seen with; each test would show its own."""
+"""Faults that servers of adapters are prone to; each test would show its own."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_evicted_adapter_whose_folder_is_gone_fails_alone(start_server: ServerSt
     shutil.rmtree(folder)
     # Host memory keeps one: this one was evicted, and cannot come back.
     broken = ask(server, "vanishing")
-    assert broken.status_code in (400, 404, 410, 503)
+    assert broken.status_code == 503
     assert "vanishing" in broken.json()["error"]["message"]
     assert answer(server, "attn") == wanted
     assert httpx.get(f"{server.url}/health").status_code == 200
@@ -192,13 +192,13 @@ def test_overflowing_adapter_changes_nobody_elses_answer(server, make):
     folder = make("huge", targets=["k_proj", "v_proj"])
     file = folder / "adapter_model.safetensors"
     edit_tensors(file, {n: torch.full_like(t, 1e30) for n, t in load_file(file).items()})
-    assert load(server, "huge", folder).status_code in (200, 400)
-    if "huge" in listed(server):
-        for turn in range(8):
-            failed = ask(server, "huge", f"{turn} {PROMPT}")
-            assert failed.status_code == 500
-            assert "'huge'" in failed.json()["error"]["message"]
-        assert unload(server, "huge").status_code == 200
+    # Its weights are finite: what they do shows at run time only.
+    assert load(server, "huge", folder).status_code == 200
+    for turn in range(8):
+        failed = ask(server, "huge", f"{turn} {PROMPT}")
+        assert failed.status_code == 500
+        assert "'huge'" in failed.json()["error"]["message"]
+    assert unload(server, "huge").status_code == 200
     for name, before in wanted.items():
         assert answer(server, name) == before
     for turn in range(8):
@@ -217,7 +217,7 @@ def test_time_does_not_follow_the_configured_rank(start_server: ServerStarter):
     for server in (small, large):
         seconds(server)
     pairs = [(seconds(small), seconds(large)) for _ in range(5)]
-    # Elsewhere it is 13 times slower; noise on a busy machine is not.
+    # Work for the whole width would take sixteen times as long; noise does not.
     assert min(b for _, b in pairs) < 3 * min(a for a, _ in pairs)
 
 

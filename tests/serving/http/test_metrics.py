@@ -31,7 +31,7 @@ class FakeEngine:
         self.state = {
             "running": 0, "waiting": 0, "running_by_adapter": {}, "waiting_by_adapter": {},
             "blocks": 100, "used_blocks": 0, "steps": 0, "prompt_tokens": 0, "cached_tokens": 0,
-            "generated_tokens": 0, "failed_requests": 0, "preemptions": 0, "last_step_at": None,
+            "generated_tokens": 0, "failed_requests": 0, "preemptions": 0,
         }  # fmt: skip
 
     def stats(self) -> EngineStats:
@@ -56,7 +56,7 @@ def metrics(served, engine) -> Metrics:
 def samples(metrics: Metrics) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
     """Every sample by name and sorted labels, read by Prometheus' own parser."""
     found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
-    for family in text_string_to_metric_families(metrics.render().decode()):
+    for family in text_string_to_metric_families(metrics.exposition("")[0].decode()):
         for sample in family.samples:
             by_labels = found.setdefault(sample.name, {})
             key = tuple(sorted(sample.labels.items()))
@@ -367,7 +367,7 @@ def test_metrics_are_text_for_prometheus(metrics):
     answer = client(metrics).get("/metrics")
     assert answer.status_code == 200
     assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
-    assert answer.headers["content-type"] == metrics.content_type
+    assert answer.headers["content-type"] == metrics.exposition("")[1]
     assert list(text_string_to_metric_families(answer.text))
 
 
@@ -382,7 +382,7 @@ def test_every_metric_is_documented(metrics, served):
     documented = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
     metrics.began("a", 1).ended(FinishReason.STOP, generated=2)
     metrics.tell_readiness(check_numerics(served))
-    for family in text_string_to_metric_families(metrics.render().decode()):
+    for family in text_string_to_metric_families(metrics.exposition("")[0].decode()):
         if family.name.startswith(("branchline_", "vllm:")) and not family.name.endswith(
             "_created"
         ):
@@ -393,4 +393,4 @@ def test_every_metric_is_documented(metrics, served):
 def test_errors_are_no_part_of_the_metrics(metrics):
     error = RequestFailedError("request 1", "failed", "try again")
     metrics.began("a", 1).ended(FinishReason.ERROR, generated=0, error=error)
-    assert b"try again" not in metrics.render()
+    assert b"try again" not in metrics.exposition("")[0]

@@ -44,7 +44,7 @@ class FakeEngine:
     state: dict[str, Any] = field(default_factory=dict)
 
     def stats(self) -> EngineStats:
-        nothing = {"running_by_adapter": {}, "waiting_by_adapter": {}, "last_step_at": None}
+        nothing = {"running_by_adapter": {}, "waiting_by_adapter": {}}
         numbers = dict.fromkeys(
             "running waiting blocks used_blocks steps prompt_tokens cached_tokens "
             "generated_tokens failed_requests preemptions".split(),

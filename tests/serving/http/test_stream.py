@@ -158,16 +158,20 @@ def test_what_takes_too_long_is_given_up(hurried):
     # Another request lets the loop see the last updates.
     client.get("/v1/models")
     assert version.leases == 0
-    assert 'outcome="timeout"} 2.0' in state.metrics.render().decode()
+    assert 'outcome="timeout"} 2.0' in state.metrics.exposition("")[0].decode()
 
 
 def test_a_full_queue(hurried):
     state, client = hurried
-    for stream in (False, True):
-        response = client.post("/v1/completions", json={**LONG, "n": 3, "stream": stream})
-        assert response.status_code == 503
-        assert response.headers["Retry-After"] == "1"
-    assert 'refused_requests_total{status="503"} 2.0' in state.metrics.render().decode()
+    with state.admission.admitted(2, None):
+        for stream in (False, True):
+            response = client.post("/v1/completions", json={**LONG, "stream": stream})
+            assert response.status_code == 503
+            assert response.headers["Retry-After"] == "1"
+    # More than the queue ever holds: no later try would help.
+    response = client.post("/v1/completions", json={**LONG, "n": 3})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "n")
+    assert 'refused_requests_total{status="503"} 2.0' in state.metrics.exposition("")[0].decode()
 
 
 def test_no_requests_while_stopping(hurried):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -26,8 +25,8 @@ def texts() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def library(model_folder: Path, adapter_folders) -> Callable[..., list[int]]:
-    """Greedy answers by the library to one request alone, and how close the best logits were."""
+def library(model_folder: Path, adapter_folders) -> branchline.ServedModel:
+    """The same model and adapters, wrapped here, with the tokenizer."""
     served = branchline.wrap(branchline.load_model(model_folder), max_loras=4)
     for name, folder in adapter_folders.items():
         served.adapters.load(name, folder)
@@ -102,13 +101,11 @@ def test_load_swap_and_unload_under_64_streams(
     start_server: ServerStarter, adapter_folders, model_folder, library, tmp_path
 ):
     root = next(iter(adapter_folders.values())).parent
-    model = library.model
     newer = root / "newer"
     if not newer.exists():
         save_adapter(
             branchline.load_model(model_folder), newer, ["q_proj", "o_proj"], rank=8, seed=9
         )
-    del model
     library.adapters.load("newer", newer)
     server = start_server("--allow-runtime-lora-updating", "--allowed-roots", str(root))
     asked: list[tuple[str, str]] = []
