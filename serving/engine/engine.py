@@ -22,6 +22,7 @@ from ...core.errors import (
     AdapterCapacityError,
     BatchError,
     BranchlineError,
+    ConfigError,
     EngineStoppedError,
     RequestFailedError,
 )
@@ -99,8 +100,15 @@ class Engine:
         return self._error
 
     def start(self) -> None:
-        """Begin to answer."""
-        self._thread.start()
+        """Begin to answer.
+
+        Raises:
+            EngineStoppedError: it was stopped.
+        """
+        with self._lock:
+            if self._stopping:
+                raise self._stopped("engine.start()")
+            self._thread.start()
 
     def submit(self, request: GenerationRequest) -> None:
         """Answer a request; its sink is told.
@@ -174,12 +182,20 @@ class Engine:
 
         Returns:
             whether all ended by themselves.
+
+        Raises:
+            ConfigError: a sink, or a call between steps, called it.
         """
+        if threading.current_thread() is self._thread:
+            raise ConfigError("engine.stop()", "was called in its own thread", "call it elsewhere")
         with self._lock:
             self._stopping = True
+            never_ran = self._thread.ident is None
+        if never_ran:
+            self._fail_rest()
         if not self._thread.is_alive():
             self._close()
-            return self._error is None
+            return self._error is None and not never_ran
         deadline = time.monotonic() + timeout
         self._inbox.put(lambda: None)
         while self._known and self._thread.is_alive() and time.monotonic() < deadline:
@@ -291,7 +307,13 @@ class Engine:
             self._finish(sequence, update)
 
     def _finish(self, sequence: Sequence, update: Update, *, scrub: bool = False) -> None:
-        self._scheduler.remove(sequence, scrub=scrub)
+        try:
+            self._scheduler.remove(sequence, scrub=scrub)
+        finally:
+            # Whatever becomes of its blocks, whoever waits for it is told.
+            self._forget(sequence, update)
+
+    def _forget(self, sequence: Sequence, update: Update) -> None:
         with self._lock:
             self._known.discard(sequence.request_id)
         self._tell(sequence, update)
@@ -340,7 +362,15 @@ class Engine:
             except queue.Empty:
                 break
         for sequence in (*self._scheduler.running.values(), *self._scheduler.waiting()):
-            self._fail_one(sequence, self._stopped(f"request {sequence.request_id!r}"))
+            self._counts["failed_requests"] += 1
+            error = self._stopped(f"request {sequence.request_id!r}")
+            try:
+                # Their blocks are left as they are: the device may be what failed.
+                self._forget(sequence, Update(finish=FinishReason.ERROR, error=error))
+            except BaseException:
+                # Nothing may keep the others from being told.
+                _logger.exception("request %r could not be told", sequence.request_id)
+        self._scheduler.clear()
 
     def _end(self) -> None:
         self._ended = True

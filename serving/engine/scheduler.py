@@ -143,6 +143,11 @@ class Scheduler:
             self._take(sequence)
         self._cache.free(sequence, scrub=scrub)
 
+    def clear(self) -> None:
+        """Forget all; their blocks stay taken."""
+        self.running.clear()
+        self._waiting.clear()
+
     def next(self) -> list[Share]:
         """What is fed next; empty where nothing can be.
 

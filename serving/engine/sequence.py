@@ -79,5 +79,7 @@ class Sequence:
 
     def restart(self) -> None:
         """Its blocks were given back: everything is to be fed anew."""
+        if not self.made:
+            self.cached_tokens = 0
         self.position = 0
         self.hashes = []

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, Query, Request
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from rich.console import Console
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
@@ -35,6 +35,7 @@ from ..self_check import check_numerics
 from .errors import ApiError
 from .gate import not_ready, version_facts
 from .logs import log_facts
+from .protocol import LONGEST_NAME
 from .state import ServerState, state_of
 
 router = APIRouter()
@@ -77,7 +78,7 @@ class LoadBody(_Body):
         load_inplace: a name that is loaded already gets the content of this source.
     """
 
-    lora_name: Text
+    lora_name: Annotated[Text, Field(max_length=LONGEST_NAME)]
     lora_path: Text
     load_inplace: bool = False
 
@@ -97,7 +98,7 @@ class UnloadBody(_Body):
 class AddBody(_Body):
     """What `POST /adapters` is sent: SageMaker's words for a name and its source."""
 
-    name: Text
+    name: Annotated[Text, Field(max_length=LONGEST_NAME)]
     src: Text
 
 

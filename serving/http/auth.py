@@ -59,6 +59,9 @@ class KeyGuard:
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         path = scope["path"]
+        if any(not character.isprintable() for character in path):
+            # A route's pattern would also match a path with a line's end behind it.
+            return ApiError(400, "the path holds a character that cannot be printed")
         given = _bearer(scope)
         is_request_key = given is not None and _is_one_of(given, self._request_keys)
         is_admin_key = given is not None and _is_one_of(given, self._admin_keys)

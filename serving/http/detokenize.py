@@ -8,8 +8,10 @@ from .tokenization import Tokenization
 
 # At least so many tokens tell a decoder how the next one joins: with a space before it, say.
 _CONTEXT = 5
-# A character has at most four bytes: what is not whole after so many tokens never will be.
-_MOST_TOKENS_A_CHARACTER = 6
+# What is not whole after so many tokens never will be, but for a character that has just begun: a
+# run of stray bytes and of real U+FFFD, three tokens each, may stand before one of four.
+_MOST_TOKENS_BROKEN = 24
+_MOST_BEGUN = 3
 _LONGEST_WINDOW = 64
 _BROKEN = "\ufffd"
 
@@ -47,8 +49,9 @@ class Detokenizer:
         text = self._decode()
         self._waiting += 1
         is_whole = not text.endswith(_BROKEN)
-        if not is_whole and self._waiting < _MOST_TOKENS_A_CHARACTER:
-            text = text.rstrip(_BROKEN)
+        if not is_whole:
+            hopeless = self._waiting >= _MOST_TOKENS_BROKEN
+            text = text[:-_MOST_BEGUN] if hopeless else text.rstrip(_BROKEN)
         fresh = text[len(self._told) :]
         if fresh or is_whole:
             self._told, self._waiting = (text if fresh else self._told), 0

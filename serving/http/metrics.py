@@ -355,7 +355,11 @@ class Metrics:
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
         """All metrics in a format that the Accept header names, and its content type."""
-        encode, content_type = choose_encoder(accept)
+        try:
+            encode, content_type = choose_encoder(accept)
+        except (TypeError, ValueError):
+            # A version that is none: the format that everybody reads.
+            encode, content_type = choose_encoder("")
         return encode(self._registry), content_type
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-_LONGEST_NAME = 1024
+LONGEST_NAME = 1024
 _LONGEST_STOP = 4096
 _MOST_STOPS = 16
 _MOST_BIASES = 1024
@@ -28,7 +28,7 @@ def _refuse_unserved(value: Any) -> Any:
 #: A field that is known, and not served: only what asks for nothing is accepted.
 Unserved = Annotated[Any, AfterValidator(_refuse_unserved)]
 #: An identifier of the caller's, of no effect here.
-Label = Annotated[str, Field(max_length=_LONGEST_NAME)] | None
+Label = Annotated[str, Field(max_length=LONGEST_NAME)] | None
 
 TokenId = Annotated[int, Field(ge=0, le=_LARGEST)]
 Stop = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP)]
@@ -100,7 +100,7 @@ class ResponseFormat(Body):
 class GenerationBody(Body):
     """What both kinds of generation take; None leaves a value to the model and the server."""
 
-    model: str | None = Field(None, max_length=_LONGEST_NAME)
+    model: str | None = Field(None, max_length=LONGEST_NAME)
     n: int = Field(1, ge=1, le=_LARGEST)
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -250,7 +250,7 @@ class ChatBody(GenerationBody):
 class EmbeddingBody(Body):
     """`POST /v1/embeddings`."""
 
-    model: str | None = Field(None, max_length=_LONGEST_NAME)
+    model: str | None = Field(None, max_length=LONGEST_NAME)
     input: str | list[str] | list[TokenId] | list[list[TokenId]]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1, le=_LARGEST)

@@ -14,6 +14,9 @@ from starlette.types import Receive, Scope, Send
 
 from .errors import ApiError, sse_error, told
 
+# Seconds that a connection has to take something, once as much waits as may.
+_PATIENCE = 1.0
+
 T = TypeVar("T")
 logger = logging.getLogger("branchline.http")
 
@@ -65,12 +68,18 @@ class _Outgoing:
         self._chunks: list[bytes] = []
         self._size = 0
         self._changed = asyncio.Event()
+        self._taken = asyncio.Event()
         self._ended = False
 
-    def put(self, chunk: bytes) -> bool:
-        """Whether there is room for it."""
+    async def put(self, chunk: bytes) -> bool:
+        """Whether there is room for it, now or in a moment."""
         if self._size + len(chunk) > self._limit and self._chunks:
-            return False
+            # Much may come at once: the connection has to be let run before it can be blamed.
+            self._taken.clear()
+            try:
+                await asyncio.wait_for(self._taken.wait(), _PATIENCE)
+            except TimeoutError:
+                return False
         self._chunks.append(chunk)
         self._size += len(chunk)
         self._changed.set()
@@ -92,6 +101,7 @@ class _Outgoing:
         chunk = b"".join(self._chunks)
         self._chunks.clear()
         self._size = 0
+        self._taken.set()
         return chunk
 
 
@@ -137,7 +147,7 @@ class EventStream(Response):
         try:
             async with aclosing(self._events) as events:
                 async for event in events:
-                    if not outgoing.put(event):
+                    if not await outgoing.put(event):
                         return False
         except Exception as error:
             # Nobody above can answer once a stream has begun; `told` logs what is unexpected.

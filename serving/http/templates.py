@@ -20,6 +20,10 @@ _TAKEN = frozenset({
 })  # fmt: skip
 
 
+# What a template may raise on messages and variables that it was not made for.
+_FAULTS = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError)
+
+
 def read_template(setting: str | None) -> str | None:
     """The template that the setting `chat_template` means.
 
@@ -121,7 +125,7 @@ class ChatTemplates:
                 continue_final_message=continue_final_message,
                 **{**self._special_tokens, **(variables or {})},
             )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+        except (*_FAULTS, RecursionError) as error:
             raise _refused(error) from error
         return rendered[0]
 

@@ -193,6 +193,31 @@ def test_thread_that_dies_tells_everybody(served, serve, monkeypatch):
         client.engine.between_steps(lambda: None)
 
 
+def test_blocks_that_cannot_be_freed_keep_nobody_from_being_told(served, serve, monkeypatch):
+    client = serve(served)
+    answers = [client.ask(prompt(10), max_tokens=1900) for _ in range(3)]
+    answers[0].take()
+
+    def fails(*args, **settings):
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(client.engine._cache, "free", fails)
+    monkeypatch.setattr(client.engine._runner, "run", fails)
+    for answer in answers:
+        assert answer.wait().error is not None
+    client.engine._thread.join(10)
+    assert "the device is lost" in str(client.engine.error)
+
+
+def test_engine_that_never_ran_tells_who_waits(served, serve):
+    client = serve(served, run=False)
+    answer = client.ask(prompt(5))
+    assert not client.engine.stop(1)
+    assert isinstance(answer.wait().error, EngineStoppedError)
+    with pytest.raises(EngineStoppedError, match="stopping"):
+        client.engine.start()
+
+
 def test_calls_between_steps_see_no_forward(served, serve, monkeypatch):
     client = serve(served)
     running = threading.Event()

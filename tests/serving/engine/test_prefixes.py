@@ -2,6 +2,8 @@
 
 import shutil
 
+from branchline.serving.engine.requests import GenerationRequest, Sampling
+from branchline.serving.engine.sequence import Sequence
 from tests.models import build, save_adapter
 from tests.serving.engine.conftest import alone, prompt
 
@@ -68,6 +70,22 @@ def test_siblings_wait_for_the_first_to_fill_their_blocks(served, serve):
     client.engine.start()
     assert sorted(answer.wait().cached for answer in answers) == [0, 48, 48, 48]
     assert {tuple(answer.ids) for answer in answers} == {tuple(alone(served, tokens, "all"))}
+
+
+def test_blocks_that_were_lost_again_are_not_told_as_cached(served, serve):
+    client = serve(served, num_gpu_blocks_override=5, run=False)
+    scheduler, cache = client.engine._scheduler, client.engine._cache
+    client.engine.start()
+    first = prompt(40)
+    client.ask(first).wait()
+    sequence = Sequence(
+        GenerationRequest("late", tuple(first), Sampling(), print), cache.root(None), 9, 0, 99
+    )
+    cache.adopt_prefix(sequence)
+    assert sequence.cached_tokens == 32
+    cache.free(sequence)
+    assert (sequence.cached_tokens, sequence.position) == (0, 0)
+    assert not scheduler.has_work
 
 
 def test_switched_off(served, serve):

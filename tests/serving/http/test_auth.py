@@ -66,6 +66,14 @@ def test_an_administrator_s_path_asks_for_his_key(path):
     assert guarded.get(path).status_code == 401
 
 
+@pytest.mark.parametrize("keys", [{"admin_key": "b"}, {"api_key": "a", "admin_key": "b"}, {}])
+@pytest.mark.parametrize("end", ["%0a", "%0d", "%0d%0a", "%00", "%1f", "%7f", "%e2%80%a8"])
+@pytest.mark.parametrize("path", ["/v1/adapters", "/v1/load_lora_adapter", "/audit", "/health"])
+def test_no_path_ends_in_what_a_route_s_pattern_overlooks(path, end, keys):
+    # "$" in a pattern also matches before a line's end.
+    assert Guarded(**keys).get(path + end, "a").status_code == 400
+
+
 @pytest.mark.parametrize("path", REQUESTS)
 def test_an_administrator_may_ask_for_answers_too(path):
     guarded = Guarded(api_key="a", admin_key="b")

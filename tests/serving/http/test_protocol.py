@@ -92,11 +92,16 @@ def test_characters_of_four_bytes_come_whole():
     assert pieces == ["a", "", "", "", "🦊", "", "é", "", "", "€", ""]
 
 
+def test_a_real_replacement_character_hides_no_character_behind_it():
+    for text in ("a\ufffd👩b", "\ufffd\ufffd👩\ufffd👩", "👩\ufffdb"):
+        assert "".join(told_of(BYTES, BYTES.encode(text, False))) == text
+
+
 def test_broken_bytes_are_told_at_the_end_or_when_they_cannot_become_whole():
     assert told_of(WORDS, [0xF0, 0x9F])[-1] == "\ufffd\ufffd"
-    pieces = told_of(WORDS, [0xFF] * 20 + [257])
-    assert "".join(pieces) == WORDS.decode([0xFF] * 20 + [257], True)
-    assert "\ufffd" in "".join(pieces[:10])
+    pieces = told_of(WORDS, [0xFF] * 60 + [257])
+    assert "".join(pieces) == WORDS.decode([0xFF] * 60 + [257], True)
+    assert "\ufffd" in "".join(pieces[:40])
 
 
 def test_an_answer_keeps_the_space_before_its_first_word():
