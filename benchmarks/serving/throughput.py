@@ -171,7 +171,10 @@ def measure(label: str, shape: Shape, rounds: int) -> None:
             shape.build(torch.float32), quant="none", max_loras=ADAPTERS, max_lora_rank=64
         )
         quantised = branchline.wrap(
-            shape.build(torch.bfloat16), quant="fp8-dynamic", max_loras=ADAPTERS
+            shape.build(torch.bfloat16),
+            quant="fp8-dynamic",
+            max_loras=ADAPTERS,
+            float_kernel="auto",
         )
         for one in (served, wide, quantised):
             for index, source in enumerate(folders):

@@ -88,7 +88,8 @@ class Encoder:
             raise WrapError(
                 f"model {name}",
                 "hands its last hidden states to its head in codes alone",
-                "save the model without its head, or use policy='static'",
+                "save the model without its head, or use policy='static' (command line: "
+                "--policy static)",
             )
 
 
