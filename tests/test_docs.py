@@ -245,10 +245,17 @@ def test_servers_that_are_shown_load_what_they_name(arguments, workplace, monkey
     def run_server(config, loader, names):
         loaded.append((names, loader().served.adapters.list()))
 
+    def run_fleet(config, load):
+        # Its replicas load adapters by the fleet's table.
+        load()
+        loaded.append(((config.model.name,), config.modules))
+
     monkeypatch.chdir(workplace)
     monkeypatch.setattr("branchline.serving.http.server.run_server", run_server)
+    monkeypatch.setattr("branchline.serving.ray.run.run_fleet", run_fleet)
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     ((names, adapters),) = loaded
     assert names == ("model",)
-    assert [info.name for info in adapters] == ["sql", "tone"]
+    shown = [word.partition("=")[0] for word in arguments if word.startswith(("sql=", "tone="))]
+    assert [adapter.name for adapter in adapters] == shown
