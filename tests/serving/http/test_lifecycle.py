@@ -115,7 +115,7 @@ def test_the_log_has_a_line_for_every_request_and_no_secret(start_server, quick_
     assert by_id["mine-1"]["model"] == "attn"
     assert by_id["mine-1"]["completion_tokens"] == 2
     assert by_id[made]["path"] == "/v1/models"
-    assert [line["status"] for line in requests] == [401, 200, 200, 404]
+    assert [line["status"] for line in requests] == [401, 200, 200, 400]
     for secret in ("hunter2", "hunter3", PROMPT):
         assert secret not in server.log
 
