@@ -124,7 +124,7 @@ def test_openai_client_is_answered_through_the_endpoint(fleet: RunningFleet):
 
 def test_stream_comes_in_pieces_and_adds_up(fleet: RunningFleet):
     client = fleet.openai()
-    asked = {"model": "attn", "prompt": "one two", "max_tokens": 12, "temperature": 0}
+    asked = {"model": "attn", "prompt": "one two", "max_tokens": 64, "temperature": 0}
     asked["extra_body"] = {"ignore_eos": True}
     whole = client.completions.create(**asked)
     chunks = list(client.completions.create(**asked, stream=True))
