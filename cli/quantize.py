@@ -18,11 +18,11 @@ from rich.progress import (
 )
 
 from ..serving.folder import check_folder
+from ..serving.load import load_tokenizer
 from ..serving.quantize import Progress as Tell
 from ..serving.quantize import quantize_checkpoint
 from ..serving.quantize_plan import QuantizeConfig
 from .calibration import calibration_data
-from .checkpoint import load_tokenizer
 from .options import with_settings
 from .output import console, note, print_json, results_only_on_stdout
 from .session import JsonOption, ModelArgument

@@ -12,8 +12,8 @@ import typer
 
 from ..serving import ServedModel, WrapConfig, wrap
 from ..serving.config import Quant
+from ..serving.load import load_model, load_tokenizer
 from .calibration import calibration_data
-from .checkpoint import load_model, load_tokenizer
 from .output import note
 from .prompts import BASE
 

@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
-from ..core.errors import BranchlineError, CheckpointError
+from ..core.errors import BranchlineError, CheckpointError, WrapError
 from ..linear.checkpoint import CheckpointQuant, TensorHeader, read_metadata
 from .folder import (
     UNREADABLE,
     check_complete,
     check_folder,
     model_class,
+    one_line,
     read_config,
     some,
     unreadable,
@@ -58,6 +59,28 @@ def load_model(folder: str | Path, *, dtype: str | torch.dtype = "auto") -> PreT
     check_complete(folder, report)
     refuse_codes(folder)
     return model
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer in `folder`, with something to pad with.
+
+    Raises:
+        WrapError: there is none.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except UNREADABLE as error:
+        raise WrapError(
+            f"model {str(folder)!r}",
+            f"holds no readable tokenizer ({one_line(error)})",
+            "save the tokenizer into the same folder",
+        ) from error
+    if tokenizer.pad_token is None:
+        # Padding is masked, so any token serves; a new one would lie outside the vocabulary.
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
+    return tokenizer
 
 
 def _load_quantized(

@@ -9,6 +9,9 @@ from enum import StrEnum
 from ...adapters.lease import Lease
 from ...core.errors import BranchlineError
 
+#: The log-probability of a token that could not be chosen at all: JSON has no infinity.
+LEAST_LOGPROB = -9999.0
+
 
 class FinishReason(StrEnum):
     """Why a request ended."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Rows
 
 import torch
 
-from .requests import Sampling, Token
+from .requests import LEAST_LOGPROB, Sampling, Token
 from .sequence import Sequence
 
 # Below it a distribution is a point, and logits divided by it overflow.
@@ -136,5 +136,4 @@ def _told(logits: torch.Tensor, token: int, wanted: int | None) -> Token:
 
 
 def _finite(logprob: float) -> float:
-    # JSON has no infinity; vLLM too answers with a very small number.
-    return logprob if math.isfinite(logprob) else -9999.0
+    return logprob if math.isfinite(logprob) else LEAST_LOGPROB

@@ -6,6 +6,7 @@ import heapq
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 from ..serve_config import EngineConfig
 from .cache import AdapterCache
@@ -182,8 +183,8 @@ class Scheduler:
 
     def _reserve(self, sequence: Sequence, tokens: int, shares: list[Share]) -> bool:
         """Blocks for it, taken from those that came last if need be; False if it was last."""
-        scheduled = {share.sequence.request_id for share in shares}
         while not self._cache.reserve(sequence, tokens):
+            scheduled = {share.sequence.request_id for share in shares}
             others = [s for s in self.running.values() if s.request_id not in scheduled]
             last = max(others, key=lambda s: s.arrived)
             self._preempt(last)
@@ -199,8 +200,11 @@ class Scheduler:
 
     def _admit(self, seated: frozenset[str], shares: list[Share]) -> None:
         left = self._settings.max_num_batched_tokens - sum(share.tokens for share in shares)
+        most = self._settings.max_num_seqs
+        if left == 0 or len(self.running) >= most:
+            return
         for sequence in self._by_turn(seated):
-            if left == 0 or len(self.running) >= self._settings.max_num_seqs:
+            if left == 0 or len(self.running) >= most:
                 return
             if self._has_twin(sequence, shares):
                 continue
@@ -239,7 +243,8 @@ class Scheduler:
         heads = []
         for adapter, queue in self._waiting.items():
             if adapter is None or adapter in seated:
-                line = iter(tuple(queue)[: self._settings.max_num_seqs])
+                # A copy: those that begin leave the queue meanwhile.
+                line = iter(tuple(islice(queue, self._settings.max_num_seqs)))
                 first = next(line)
                 heads.append((counts.get(adapter, 0), first.arrived, first, line))
         heapq.heapify(heads)

@@ -101,9 +101,8 @@ class StepRunner:
         tokens = [share.tokens for share in step.shares]
         # A head that is fed nothing is not asked for: the last token stands in.
         places = step.logits or (step.ids.shape[1] - 1,)
-        keep = {}
-        if self._slices_logits:
-            keep["logits_to_keep"] = torch.tensor(places, device=self._device)
+        at = torch.tensor(places, device=self._device)
+        keep = {"logits_to_keep": at} if self._slices_logits else {}
         with (
             torch.no_grad(),
             self._served.adapters.rows(
@@ -121,7 +120,7 @@ class StepRunner:
                 "use generate() of the library",
             )
         if not self._slices_logits:
-            out = out[torch.tensor(places, device=self._device)]
+            out = out[at]
         return out[: len(step.logits)].float()
 
     def advance(self, step: Step) -> None:
@@ -155,15 +154,9 @@ class StepRunner:
                     mask = causal_mask(tokens, past + tokens, None, self._dtype, self._device)
                 prefills.append(Prefill(begin, begin + tokens, read, mask))
             write += places
-        lengths = np.array([sequence.position for sequence in decodes], dtype=np.int64)
-        longest = int(lengths.max(initial=-1)) + 1
-        read = np.zeros((len(decodes), longest), dtype=np.int64)
-        for row, sequence in enumerate(decodes):
-            read[row, : sequence.position + 1] = sequence.index[: sequence.position + 1]
-        return AttentionPlan(
-            self._tensor(np.array(write)), len(decodes), self._tensor(read),
-            self._tensor(lengths), self._lengths_mask(lengths, longest), tuple(prefills), False,
-        )  # fmt: skip
+        kept = [sequence.index[: sequence.position + 1] for sequence in decodes]
+        lengths = [sequence.position for sequence in decodes]
+        return self._plan(write, kept, lengths, prefills, reads_first=False)
 
     def _windowed(
         self, allocator: SlidingAttentionCacheAllocator, shares: Rows[Share]
@@ -185,14 +178,35 @@ class StepRunner:
                     mask = causal_mask(tokens, keys, window, self._dtype, self._device)
                 prefills.append(Prefill(begin, begin + tokens, read, mask))
             write += allocator.get_write_indices(sequence.request_id, past, tokens)
-        lengths = np.array([len(places) for places in kept], dtype=np.int64)
-        longest = int(lengths.max(initial=-1)) + 1
+        lengths = [len(places) for places in kept]
+        return self._plan(write, kept, lengths, prefills, reads_first=True)
+
+    def _plan(
+        self,
+        write: Rows[int],
+        kept: Rows[Rows[int] | np.ndarray],
+        lengths: Rows[int],
+        prefills: Rows[Prefill],
+        *,
+        reads_first: bool,
+    ) -> AttentionPlan:
+        """A plan, of the places that sequences of one token look back on.
+
+        Args:
+            write: see `AttentionPlan`.
+            kept: by sequence, the places; that of its new token among them, unless `reads_first`.
+            lengths: by sequence, keys before the new one.
+            prefills: see `AttentionPlan`.
+            reads_first: see `AttentionPlan`.
+        """
+        before = np.array(lengths, dtype=np.int64)
+        longest = int(before.max(initial=-1)) + 1
         read = np.zeros((len(kept), longest), dtype=np.int64)
         for row, places in enumerate(kept):
             read[row, : len(places)] = places
         return AttentionPlan(
-            self._tensor(np.array(write)), len(kept), self._tensor(read),
-            self._tensor(lengths), self._lengths_mask(lengths, longest), tuple(prefills), True,
+            self._tensor(np.array(write)), len(kept), self._tensor(read), self._tensor(before),
+            self._lengths_mask(before, longest), tuple(prefills), reads_first,
         )  # fmt: skip
 
     def _lengths_mask(self, lengths: np.ndarray, longest: int) -> torch.Tensor | None:

@@ -43,10 +43,6 @@ logger = logging.getLogger("branchline.admin")
 
 _T = TypeVar("_T")
 
-# Reading takes disk, network and one core each; further loads wait for their turn.
-_loads = ThreadPoolExecutor(4, "branchline-load")
-# A listing does not wait for a load that waits for the network.
-_looks = ThreadPoolExecutor(2, "branchline-look")
 _PAGE_COLUMNS = 160
 
 
@@ -170,7 +166,7 @@ async def list_adapters(state: State) -> dict[str, Any]:
             "max_loras": state.config.tier_limits.count,
         }
 
-    return await _in_thread(_looks, listing)
+    return await _in_thread(state.look_threads, listing)
 
 
 async def _load(
@@ -185,8 +181,8 @@ async def _load(
         raise ApiError(400, message, type="InvalidUserInput", param=fields[0])
     try:
         source = AdapterSource.parse(path)
-        await _in_thread(_loads, lambda: _check_allowed(state, source, fields[1]))
-        info = await _in_thread(_loads, lambda: _load_now(state, name, source, inplace))
+        await _in_thread(state.load_threads, lambda: _check_allowed(state, source, fields[1]))
+        info = await _in_thread(state.load_threads, lambda: _load_now(state, name, source, inplace))
     except (AdapterError, ConfigError) as error:
         raise _told(error, path, fields) from error
     logger.info("adapter loaded", extra={"facts": {"adapter": name, "digest": info.digest}})
@@ -238,7 +234,7 @@ def _is_no_adapter(source: AdapterSource) -> bool:
 async def _unload(request: Request, state: ServerState, name: str) -> Response:
     log_facts(request)["adapter"] = name
     try:
-        await _in_thread(_loads, lambda: state.served.adapters.unload(name))
+        await _in_thread(state.load_threads, lambda: state.served.adapters.unload(name))
     except AdapterNotFoundError as error:
         message = f"there is no adapter '{name}'"
         raise ApiError(404, message, param="lora_name") from error
@@ -303,7 +299,7 @@ async def audit(
             return PlainTextResponse(str(report))
         return Response(report.model_dump_json(), media_type="application/json")
 
-    return await _in_thread(_looks, made)
+    return await _in_thread(state.look_threads, made)
 
 
 def _as_html(report: AuditReport) -> str:

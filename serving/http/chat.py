@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator
 from functools import partial
 from typing import Any
@@ -15,11 +14,13 @@ from .completions import prompt_tokens
 from .errors import bad_request
 from .generation import Generation, Order, Work, refusals_counted
 from .protocol import ChatBody
-from .replies import chat_logprobs, reply, told_ids
+from .replies import Form, chat_logprobs, choice_of, reply
 from .sampling import check_answers, sampling_of, shape_of
 from .state import ServerState, state_of
 
 router = APIRouter()
+
+_FORM = Form("chatcmpl", "chat.completion", "chat.completion.chunk")
 
 
 @router.post("/v1/chat/completions", response_model=None)
@@ -32,18 +33,7 @@ async def chat_completions(request: Request, body: ChatBody) -> Response:
         body.model, body.n, 1, partial(_work, state, body),
         key=key_of(request), headers=request.headers,
     )  # fmt: skip
-    envelope = {
-        "id": f"chatcmpl-{order.id}",
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": body.model or state.base_name,
-        "system_fingerprint": None,
-    }
-    teller = _Teller(state, body)
-    return await reply(
-        request, state, order, body, envelope=envelope, choice=teller.choice,
-        events=teller.events, chunk_object="chat.completion.chunk",
-    )  # fmt: skip
+    return await reply(request, state, order, body, _FORM, _Teller(state, body))
 
 
 def _check(state: ServerState, body: ChatBody) -> None:
@@ -112,11 +102,4 @@ class _Teller:
         logprobs = None
         if self._body.logprobs and (piece.tokens or kind == "message"):
             logprobs = chat_logprobs(piece.tokens, self._state.tokenization)
-        return {
-            "index": piece.index,
-            kind: content,
-            "logprobs": logprobs,
-            "finish_reason": None if piece.finish is None else piece.finish.value,
-            "stop_reason": piece.stop_reason,
-            **told_ids(self._body, piece),
-        }
+        return choice_of(self._body, piece, {kind: content}, logprobs)

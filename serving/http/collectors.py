@@ -71,10 +71,6 @@ class EngineCollector(Collector):
         self._adapters: tuple[str, str] = ("", "")
         self._changed_at = time.time()
 
-    def describe(self) -> Iterable[Metric]:
-        """Nothing is asked when it is registered."""
-        return ()
-
     def collect(self) -> Iterator[Metric]:
         """The engine's numbers now."""
         stats = self._engine.stats()
@@ -146,10 +142,6 @@ class AdapterCollector(Collector):
     def __init__(self, adapters: AdapterManager) -> None:
         self._adapters = adapters
 
-    def describe(self) -> Iterable[Metric]:
-        """Nothing is asked when it is registered."""
-        return ()
-
     def collect(self) -> Iterator[Metric]:
         """The adapters' numbers now."""
         yield from self._memory()
@@ -202,10 +194,6 @@ class RouteCollector(Collector):
     def __init__(self, served: ServedModel) -> None:
         self._served = served
 
-    def describe(self) -> Iterable[Metric]:
-        """Nothing is asked when it is registered."""
-        return ()
-
     def collect(self) -> Iterator[Metric]:
         """The sites' numbers now."""
         policy = self._served.planner.policy.name
@@ -250,10 +238,6 @@ class SelfCheckCollector(Collector):
     def __init__(self, served: ServedModel) -> None:
         self._served = served
         self.report: Readiness | None = None
-
-    def describe(self) -> Iterable[Metric]:
-        """Nothing is asked when it is registered."""
-        return ()
 
     def collect(self) -> Iterator[Metric]:
         """What is known now."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator
 from functools import partial
 from typing import Any
@@ -14,11 +13,13 @@ from .auth import key_of
 from .errors import ApiError, bad_request
 from .generation import Generation, Order, Work, refusals_counted
 from .protocol import CompletionBody
-from .replies import completion_logprobs, reply, told_ids
+from .replies import Form, choice_of, completion_logprobs, reply
 from .sampling import check_answers, sampling_of, shape_of
 from .state import ServerState, state_of
 
 router = APIRouter()
+
+_FORM = Form("cmpl", "text_completion", "text_completion")
 
 _USUAL_TOKENS = 16
 
@@ -34,18 +35,7 @@ async def completions(request: Request, body: CompletionBody) -> Response:
         body.model, body.n, len(prompts), partial(_work, state, body, prompts),
         key=key_of(request), headers=request.headers,
     )  # fmt: skip
-    envelope = {
-        "id": f"cmpl-{order.id}",
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": body.model or state.base_name,
-        "system_fingerprint": None,
-    }
-    teller = _Teller(state, body)
-    return await reply(
-        request, state, order, body, envelope=envelope, choice=teller.choice,
-        events=teller.events, chunk_object="text_completion",
-    )  # fmt: skip
+    return await reply(request, state, order, body, _FORM, _Teller(state, body))
 
 
 def _check(state: ServerState, body: CompletionBody) -> None:
@@ -136,15 +126,7 @@ class _Teller:
         logprobs = None
         if self._body.logprobs is not None:
             logprobs, offset = completion_logprobs(piece.tokens, self._state.tokenization, offset)
-        told = {
-            "index": piece.index,
-            "text": piece.text,
-            "logprobs": logprobs,
-            "finish_reason": None if piece.finish is None else piece.finish.value,
-            "stop_reason": piece.stop_reason,
-            **told_ids(self._body, piece),
-        }
-        return told, offset
+        return choice_of(self._body, piece, {"text": piece.text}, logprobs), offset
 
     def _prompt(self, index: int, generation: Generation) -> str:
         """What `echo` puts before an answer."""

@@ -177,9 +177,9 @@ def _field(error: Mapping[str, Any]) -> str:
     return ".".join(named) or "body"
 
 
-def sse_error(error: ApiError) -> bytes:
-    """An error in the middle of a stream, as an event."""
-    return b"data: " + json.dumps(error.body, ensure_ascii=False).encode() + b"\n\n"
+def encode_event(body: Mapping[str, Any]) -> bytes:
+    """One server-sent event: a part of an answer, or an error in its middle."""
+    return b"data: " + json.dumps(body, ensure_ascii=False).encode() + b"\n\n"
 
 
 def install_error_handlers(app: FastAPI) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
+import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from ..engine.requests import Token
+from ..engine.requests import LEAST_LOGPROB, Token
 from .answer import Piece
+from .errors import encode_event
 from .generation import Generation, Order, generating
 from .logs import log_facts
 from .protocol import GenerationBody
@@ -18,12 +20,36 @@ from .sse import DONE, EventStream, while_connected
 from .state import ServerState
 from .tokenization import Tokenization
 
-# JSON has no infinity: a token that could not be chosen at all.
-_LEAST_LOGPROB = -9999.0
-
-#: Makes the choice of a finished answer, or what a piece adds to one.
 Choice = Callable[[Piece, Generation], dict[str, Any]]
+Events = Callable[[Generation], AsyncGenerator[list[dict[str, Any]], None]]
 Envelope = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Form:
+    """What one kind of generation calls its replies.
+
+    Attributes:
+        prefix: of their ids.
+        whole: an answer in one piece.
+        chunk: an event of a stream.
+    """
+
+    prefix: str
+    whole: str
+    chunk: str
+
+
+class Teller(Protocol):
+    """Makes choices of pieces."""
+
+    def choice(self, piece: Piece, generation: Generation) -> dict[str, Any]:
+        """A whole answer."""
+        ...
+
+    def events(self, generation: Generation) -> AsyncGenerator[list[dict[str, Any]], None]:
+        """The choices of each event."""
+        ...
 
 
 def usage_of(generation: Generation) -> dict[str, Any]:
@@ -39,17 +65,30 @@ def usage_of(generation: Generation) -> dict[str, Any]:
 
 def finite(logprob: float | None) -> float:
     """A log-probability as JSON can write it."""
-    return _LEAST_LOGPROB if logprob is None else max(logprob, _LEAST_LOGPROB)
+    return LEAST_LOGPROB if logprob is None else max(logprob, LEAST_LOGPROB)
 
 
-def told_ids(body: GenerationBody, piece: Piece) -> dict[str, Any]:
-    """The tokens of a piece by their numbers, where the request asks for them."""
-    return {"token_ids": [token.id for token in piece.tokens]} if body.return_token_ids else {}
+def choice_of(
+    body: GenerationBody, piece: Piece, content: Mapping[str, Any], logprobs: dict[str, Any] | None
+) -> dict[str, Any]:
+    """What the choices of both kinds hold.
 
-
-def encode_event(body: Mapping[str, Any]) -> bytes:
-    """One server-sent event."""
-    return b"data: " + json.dumps(body, ensure_ascii=False).encode() + b"\n\n"
+    Args:
+        body: of the request.
+        piece: that is told.
+        content: what its kind tells the text in.
+        logprobs: of its tokens; None where they were not asked for.
+    """
+    told = {
+        "index": piece.index,
+        **content,
+        "logprobs": logprobs,
+        "finish_reason": None if piece.finish is None else piece.finish.value,
+        "stop_reason": piece.stop_reason,
+    }
+    if body.return_token_ids:
+        told["token_ids"] = [token.id for token in piece.tokens]
+    return told
 
 
 def merged(pieces: Sequence[Piece]) -> Piece:
@@ -65,11 +104,8 @@ async def reply(
     state: ServerState,
     order: Order,
     body: GenerationBody,
-    *,
-    envelope: Envelope,
-    choice: Choice,
-    events: Callable[[Generation], AsyncGenerator[list[dict[str, Any]], None]],
-    chunk_object: str,
+    form: Form,
+    teller: Teller,
 ) -> Response:
     """Answer a request, in one piece or as a stream.
 
@@ -78,20 +114,25 @@ async def reply(
         state: of the server.
         order: what it asks the engine for.
         body: of it.
-        envelope: what the answer holds besides choices and usage.
-        choice: of a whole answer.
-        events: the choices of each event of a stream.
-        chunk_object: what an event of a stream is called.
+        form: what the reply is called.
+        teller: makes its choices.
 
     Raises:
         ApiError, BranchlineError, TimeoutError: see `generating`; of a stream, they are told in it.
     """
+    envelope = {
+        "id": f"{form.prefix}-{order.id}",
+        "object": form.chunk if body.stream else form.whole,
+        "created": int(time.time()),
+        "model": body.model or state.base_name,
+        "system_fingerprint": None,
+    }
     facts = log_facts(request)
     facts["model"], facts["answer_id"] = envelope["model"], envelope["id"]
     if body.stream:
-        stream = _stream(state, order, body, {**envelope, "object": chunk_object}, events, facts)
+        stream = _stream(state, order, body, envelope, teller.events, facts)
         return EventStream(stream, state.config.slow_reader_bytes)
-    whole = await while_connected(request, _whole(state, order, envelope, choice, facts))
+    whole = await while_connected(request, _whole(state, order, envelope, teller.choice, facts))
     # Nobody reads what is sent to a client that has left.
     return Response(status_code=499) if whole is None else JSONResponse(whole)
 
@@ -115,7 +156,7 @@ async def _stream(
     order: Order,
     body: GenerationBody,
     envelope: Envelope,
-    events: Callable[[Generation], AsyncGenerator[list[dict[str, Any]], None]],
+    events: Events,
     facts: dict[str, object],
 ) -> AsyncGenerator[bytes, None]:
     options = body.stream_options

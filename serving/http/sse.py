@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from .errors import ApiError, sse_error, told
+from .errors import ApiError, encode_event, told
 
 # Seconds that a connection has to take something, once as much waits as may.
 _PATIENCE = 1.0
@@ -165,5 +165,5 @@ class EventStream(Response):
         while chunk is not None:
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
             chunk = await outgoing.take()
-        last = b"" if outgoing.error is None else sse_error(outgoing.error)
+        last = b"" if outgoing.error is None else encode_event(outgoing.error.body)
         await send({"type": "http.response.body", "body": last})

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 # Reading an adapter waits for its disk; rendering and tokenising need the interpreter.
 _LEASE_THREADS = 4
 _TEXT_THREADS = 2
+# Loading takes disk, network and one core each; further loads wait for their turn.
+_LOAD_THREADS = 4
+# A listing does not wait for a load that waits for the network.
+_LOOK_THREADS = 2
 
 
 @dataclass
@@ -54,6 +58,8 @@ class ServerState:
         bridges: from the engine's thread to event loops.
         lease_threads: takes leases, which may read from disk.
         text_threads: renders and tokenises.
+        load_threads: loads and unloads adapters.
+        look_threads: lists adapters, and audits.
         forward_thread: runs an encoder's forwards, one after the other.
     """
 
@@ -76,6 +82,8 @@ class ServerState:
     bridges: Bridges = field(init=False)
     lease_threads: ThreadPoolExecutor = field(init=False)
     text_threads: ThreadPoolExecutor = field(init=False)
+    load_threads: ThreadPoolExecutor = field(init=False)
+    look_threads: ThreadPoolExecutor = field(init=False)
     forward_thread: ThreadPoolExecutor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -90,6 +98,8 @@ class ServerState:
         self.bridges = Bridges()
         self.lease_threads = ThreadPoolExecutor(_LEASE_THREADS, "branchline-lease")
         self.text_threads = ThreadPoolExecutor(_TEXT_THREADS, "branchline-text")
+        self.load_threads = ThreadPoolExecutor(_LOAD_THREADS, "branchline-load")
+        self.look_threads = ThreadPoolExecutor(_LOOK_THREADS, "branchline-look")
         self.forward_thread = ThreadPoolExecutor(1, "branchline-forward")
 
     @property
@@ -114,7 +124,13 @@ class ServerState:
 
     def close(self) -> None:
         """Let the threads go; nothing is served afterwards."""
-        for threads in (self.lease_threads, self.text_threads, self.forward_thread):
+        for threads in (
+            self.lease_threads,
+            self.text_threads,
+            self.load_threads,
+            self.look_threads,
+            self.forward_thread,
+        ):
             threads.shutdown(wait=False, cancel_futures=True)
 
 

@@ -13,7 +13,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..http.errors import ApiError, sse_error
+from ..http.errors import ApiError, encode_event
 from ..http.gate import not_ready
 from ..http.limits import BodyLimit
 from ..http.sse import gone
@@ -204,7 +204,7 @@ async def _end_lost(head: Head, send: Send) -> None:
         # Less than its length: the client sees that it is cut off.
         raise ConnectionResetError("the replica died in the middle of its answer")
     lost = not_ready("the replica died in the middle of its answer")
-    await send({"type": "http.response.body", "body": sse_error(lost)})
+    await send({"type": "http.response.body", "body": encode_event(lost.body)})
 
 
 async def _send_head(head: Head, send: Send) -> None:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from transformers import AutoTokenizer
-
-from ...core.errors import ConfigError, WrapError
+from ...core.errors import ConfigError
 from ..config import WrapConfig
-from ..folder import UNREADABLE, one_line
 from ..http.start import LoadedModel
-from ..load import load_model
+from ..load import load_model, load_tokenizer
 from ..wrap import wrap
 from .config import FleetConfig
 
@@ -44,16 +41,7 @@ class FolderLoader:
             BranchlineError: something does not fit.
         """
         folder = self.config.model
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False
-            )
-        except UNREADABLE as error:
-            raise WrapError(
-                f"model {str(folder)!r}",
-                f"holds no readable tokenizer ({one_line(error)})",
-                "save the tokenizer into the same folder",
-            ) from error
+        tokenizer = load_tokenizer(folder)
         fields = set(WrapConfig.model_fields)
         settings = self.config.model_dump(exclude_unset=True, include=fields)
         served = wrap(load_model(folder), calibration=self.config.calibration, **settings)

@@ -15,8 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForSequenceClassification, LlamaModel
 
-from branchline import Calibration, __version__
-from branchline.cli.checkpoint import load_model
+from branchline import Calibration, __version__, load_model
 from tests.helpers import edit_json
 
 

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,6 +71,9 @@ def served(wrapped):
         wrapped.adapters.unload(info.name)
 
 
+_threads = ThreadPoolExecutor(2, "test-page")
+
+
 def state_for(served, root: Path, **settings: Any) -> Any:
     """What the routes are given, without a process."""
     settings.setdefault("allow_runtime_lora_updating", True)
@@ -85,6 +89,8 @@ def state_for(served, root: Path, **settings: Any) -> Any:
         started_at=time.monotonic() - 60,
         stopping=False,
         readiness=None,
+        load_threads=_threads,
+        look_threads=_threads,
     )
 
 

@@ -30,6 +30,13 @@ def head_of(body: bytes) -> bytes:
     return "\r\n".join((*lines, "", "")).encode()
 
 
+def long_stream(server: RunningServer) -> bytes:
+    """A request whose answer takes long."""
+    fields = {"prompt": "Hi", "max_tokens": 900, "ignore_eos": True, "stream": True}
+    body = json.dumps({"model": server.model, **fields}).encode()
+    return head_of(body) + body
+
+
 def post(server: RunningServer, path: str, content: bytes) -> httpx.Response:
     return httpx.post(f"{server.url}{path}", content=content, headers=JSON, timeout=60)
 
@@ -57,19 +64,10 @@ def is_idle(server: RunningServer) -> bool:
 
 def test_client_that_disconnects_ends_its_work(server):
     address = urlsplit(server.url)
-    body = json.dumps(
-        {
-            "model": server.model,
-            "prompt": "Hi",
-            "max_tokens": 900,
-            "ignore_eos": True,
-            "stream": True,
-        }
-    ).encode()
-    head = head_of(body)
+    request = long_stream(server)
     for _ in range(4):
         with socket.create_connection((address.hostname, address.port)) as connection:
-            connection.sendall(head + body)
+            connection.sendall(request)
             assert connection.recv(2000)
     server.wait_for(lambda: is_idle(server), "work of clients that left goes on", 20)
     assert completion(server).status_code == 200
@@ -77,18 +75,9 @@ def test_client_that_disconnects_ends_its_work(server):
 
 def test_client_that_does_not_read_does_not_hold_up_others(server):
     address = urlsplit(server.url)
-    body = json.dumps(
-        {
-            "model": server.model,
-            "prompt": "Hi",
-            "max_tokens": 900,
-            "ignore_eos": True,
-            "stream": True,
-        }
-    ).encode()
     connection = socket.create_connection((address.hostname, address.port))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
-    connection.sendall(head_of(body) + body)
+    connection.sendall(long_stream(server))
     begun = time.monotonic()
     for _ in range(5):
         assert completion(server).status_code == 200
