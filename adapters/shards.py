@@ -17,13 +17,13 @@ from types import MappingProxyType
 import torch
 
 from ..core.errors import AdapterUnsupportedError
-from ..linear.routed import RoutedLinear
+from ..linear.routed import RoutedLayer
 from ..linear.sharded import LinearShard, ShardedLinear
 from .weights import AdapterWeights, LayerWeights, LowRank, RotationFactor
 
 
 def own_share(
-    name: str, weights: AdapterWeights, layers: Mapping[str, RoutedLinear]
+    name: str, weights: AdapterWeights, layers: Mapping[str, RoutedLayer]
 ) -> AdapterWeights:
     """What this rank keeps of an adapter; the digest stays that of the whole.
 

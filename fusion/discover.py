@@ -14,9 +14,11 @@ from ..core.oracle import ActivationSemantics, NormSemantics, Semantics
 from ..core.route import Route
 from ..linear.batch import BarePlan, Batch, BatchScope
 from ..linear.branching import RowLayout
+from ..linear.experts.layer import ExpertsLinear
 from ..linear.hooks import hooks_suspended, unwatch_hooks
 from ..linear.registry import LayerRegistry, SharedInput
 from ..linear.routed import RoutedLinear
+from .experts import ExpertsSite, RoutedExperts
 from .identify import PROBE_ERRORS, identify_activation, identify_norm, same_bytes
 from .raw import compute_raw
 from .record import Reading, Recording, masked_readers, record, row_layouts
@@ -73,18 +75,22 @@ class _Discoverer:
         self, facts: SiteFacts, layers: tuple[RoutedLinear, ...], raw: Any, observed: Any
     ) -> Site:
         site = Site(facts, len(self.sites), self.registry, layers, raw, observed)
+        self._enter(site)
+        return site
+
+    def _enter(self, site: Site) -> None:
+        facts = site.facts
         self.sites.append(site)
         maker = facts.name if facts.kind == "norm" else ""
         self.registry.share_input(SharedInput(facts.consumers, site.other_readers, maker))
-        for layer in layers:
+        for layer in site.layers:
             self.reasons.pop(layer.name, None)
-        return site
 
     # --- activations ----------------------------------------------------------------------------
 
     def activations(self) -> None:
         parents: dict[int, nn.Module] = {}
-        for layer in self.registry:
+        for layer in self.registry.linears:
             parent = self.model.get_submodule(layer.name.rpartition(".")[0])
             parents[id(parent)] = parent
         for parent in parents.values():
@@ -155,6 +161,23 @@ class _Discoverer:
         site = self.add_site(facts, cone.consumers, raw, observed)
         return cone, site, [cone.inputs[i] for i in order]
 
+    # --- experts --------------------------------------------------------------------------------
+
+    def experts(self) -> None:
+        for module in self.model.modules():
+            if isinstance(module, RoutedExperts):
+                up, down = module.up, module.down
+                module.make_site(partial(self._add_experts_site, down, module.gate.modules))
+                self.reasons[up.name] = f"its router reads the input of {module.name} raw as well"
+
+    def _add_experts_site(
+        self, down: ExpertsLinear, modules: Mapping[str, nn.Module], facts: SiteFacts, raw: Any
+    ) -> ExpertsSite:
+        observed = {f"{facts.name.rpartition('.')[0]}.{name}": m for name, m in modules.items()}
+        site = ExpertsSite(facts, len(self.sites), self.registry, (down,), raw, observed)
+        self._enter(site)
+        return site
+
     # --- norms ----------------------------------------------------------------------------------
 
     def norms(self) -> None:
@@ -224,8 +247,8 @@ class _Discoverer:
                 self.registry.watch(module, name)
             # Whoever else reads the activation might write to it.
             if not site.facts.other_readers:
-                for layer in site.layers:
-                    layer.siblings = site.layers
+                for layer in site.linears:
+                    layer.siblings = site.linears
 
     def _uninstall(self) -> None:
         for module, _ in self.replacements:
@@ -233,7 +256,7 @@ class _Discoverer:
         for site in self.sites:
             for module in site.observed.values():
                 unwatch_hooks(module)
-            for layer in site.layers:
+            for layer in site.linears:
                 layer.siblings = ()
 
 
@@ -378,9 +401,11 @@ def _discover(
                 reading.others += others
     found = _Discoverer(model, registry, recording, layouts)
     for layer in registry:
-        layer.row_layout = layouts.get(layer.name, RowLayout.UNKNOWN)
-        if layer.name not in recording.inputs:
+        ran = layer.name.rpartition(".")[0] if isinstance(layer, ExpertsLinear) else layer.name
+        layer.row_layout = layouts.get(ran, RowLayout.UNKNOWN)
+        if ran not in recording.inputs:
             found.reasons[layer.name] = "it did not run in the recorded forward"
     found.activations()
+    found.experts()
     found.norms()
     return found.discovery()

@@ -20,7 +20,7 @@ from ..linear.outputs import RawRequest, Shrink
 from ..linear.parts import READS_RAW
 from ..linear.probing import probing
 from ..linear.quantizers import quantize_input
-from ..linear.routed import RoutedLinear
+from ..linear.routed import RoutedLayer
 from ..linear.shrink import shrink
 from .producers.base import Emission
 from .site import Site
@@ -192,8 +192,8 @@ class _Probe:
     def run(self, rows: int) -> Probed:
         raw = self.site.compute_raw(*self.inputs)
         try:
-            made, _ = self.site.make(self.batch, self.inputs)
             emission = self.site.emission(self.batch)
+            made, _ = self.site.make(self.batch, emission, self.inputs)
             for layer in self.site.layers:
                 self._codes(layer, made, raw)
             self._raw_rows(emission, made.raw, raw)
@@ -217,7 +217,7 @@ class _Probe:
         if found.differences:
             self.differing.append(Differing(consumer, what, found))
 
-    def _codes(self, layer: RoutedLinear, made: QuantizedActivation, raw: torch.Tensor) -> None:
+    def _codes(self, layer: RoutedLayer, made: QuantizedActivation, raw: torch.Tensor) -> None:
         own = quantize_input(raw, layer.kernel.contract, layer.name)
         self._add(layer.name, "codes", same_bits(made.codes, own.codes))
         self._add(layer.name, "scale", same_bits(made.scale, own.scale))
@@ -235,7 +235,7 @@ class _Probe:
         for layer in self._reading():
             self._add(layer.name, "raw rows", found)
 
-    def _reading(self) -> Iterator[RoutedLinear]:
+    def _reading(self) -> Iterator[RoutedLayer]:
         parts = self.batch.plan.parts
         return (layer for layer in self.site.layers if parts[layer.index] & READS_RAW)
 
@@ -273,7 +273,7 @@ class _Probe:
             self._add(layer.name, "output", found)
 
 
-def _some_output(layer: RoutedLinear, raw: torch.Tensor) -> torch.Tensor:
+def _some_output(layer: RoutedLayer, raw: torch.Tensor) -> torch.Tensor:
     """(M, N) in the place of a base output; small, so that rounding hides little of a branch."""
     return raw.new_full((raw.shape[:-1].numel(), layer.out_features), 0.0625)
 

@@ -15,7 +15,9 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from ..core.errors import BranchlineError, WrapError
 from ..linear.branching import RowLayout
 from ..linear.hooks import hooks_suspended
+from ..linear.probing import probing
 from ..linear.routed import RoutedLinear
+from .experts import RoutedExperts
 from .identify import PROBE_ERRORS
 
 # Reading shape or kind is no reading of values: QuantizedActivation answers these as well.
@@ -66,6 +68,8 @@ class _Recorder(TorchFunctionMode):
             reading = self.readings.setdefault(id(x), Reading(x, ""))
             reading.linears.append(module)
             self.inputs[module.name] = x.detach().clone()
+        elif isinstance(module, RoutedExperts):
+            self.inputs[module.name] = args[0].detach().clone()
         elif _is_leaf_with_weights(module):
             given = (*args, *kwargs.values())
             if len(given) == 1 and isinstance(given[0], torch.Tensor):
@@ -160,7 +164,13 @@ def record(model: nn.Module, inputs: Mapping[str, Any]) -> Recording:
     """Run `model(**inputs)` once and see who reads what."""
     recorder = _Recorder({id(module): name for name, module in model.named_modules()})
     # Foreign hooks are readers on their own account, and may come and go: the plan asks for them.
-    with torch.no_grad(), hooks_suspended(model), _hooks(model, recorder), recorder:
+    with (
+        torch.no_grad(),
+        probing(),
+        hooks_suspended(model),
+        _hooks(model, recorder),
+        recorder,
+    ):
         try:
             output = model(**inputs)
         except BranchlineError:

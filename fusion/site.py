@@ -26,7 +26,7 @@ from ..linear.module_place import ModulePlace
 from ..linear.outputs import RawRequest
 from ..linear.parts import READS_RAW
 from ..linear.registry import LayerRegistry, RawReader
-from ..linear.routed import RoutedLinear
+from ..linear.routed import RoutedLayer, RoutedLinear
 from .producers.base import Emission, Producer
 from .producers.eager import EAGER
 from .traced import received, traced_site
@@ -119,7 +119,7 @@ class Site(nn.Module):
         facts: SiteFacts,
         index: int,
         registry: LayerRegistry,
-        layers: tuple[RoutedLinear, ...],
+        layers: tuple[RoutedLayer, ...],
         raw: Callable[..., torch.Tensor] | None,
         observed: dict[str, nn.Module],
     ) -> None:
@@ -140,13 +140,18 @@ class Site(nn.Module):
         self.handle = ops.register(self)
 
     @property
+    def linears(self) -> tuple[RoutedLinear, ...]:
+        """Those of `layers` that are linears of their own, and no projections of experts."""
+        return tuple(layer for layer in self.layers if isinstance(layer, RoutedLinear))
+
+    @property
     def contract(self) -> InputContract:
         """What the consumers take; meaningful where they all take the same."""
         return self.layers[0].kernel.contract
 
     def group_kernels(self) -> None:
         """Let consumers that take the same codes be multiplied in one call."""
-        kernels = [layer.kernel for layer in self.layers]
+        kernels = [layer.kernel for layer in self.linears]
         if kernels != self._grouped:
             group_siblings(kernels)
             self._grouped = kernels
@@ -199,29 +204,34 @@ class Site(nn.Module):
 
     def produce(self, batch: Batch, inputs: tuple[torch.Tensor, ...]) -> QuantizedActivation:
         """By the planned producer or, where it refuses these tensors, by the oracle."""
-        out, refused = self.make(batch, inputs)
+        emission = self.emission(batch)
+        if emission.raw is not None or emission.shrinks:
+            for layer in self.layers:
+                layer.refuse_misfit(inputs[0].shape, batch)
+        return self.produce_emission(batch, emission, inputs)
+
+    def produce_emission(
+        self, batch: Batch, emission: Emission, inputs: tuple[torch.Tensor, ...]
+    ) -> QuantizedActivation:
+        """As `produce`, of an emission whose rows are known to be those of `inputs`."""
+        out, refused = self.make(batch, emission, inputs)
         if refused:
             self.counters.fall_back(refused)
         self.counters.count(Route(batch.plan.routes[self.index]))
         return out
 
     def make(
-        self, batch: Batch, inputs: tuple[torch.Tensor, ...]
+        self, batch: Batch, emission: Emission, inputs: tuple[torch.Tensor, ...]
     ) -> tuple[QuantizedActivation, str]:
         """What `produce` hands on, and why the planned producer was passed over; counts nothing.
 
         Raises:
             ContractError: no producer computes this of such tensors.
-            BatchError: they do not hold the rows of the batch.
         """
         plan = cast(ProducerPlan, batch.plan)
         producer, semantics = plan.producers[self.index], self.facts.semantics
         assert producer is not None
         assert semantics is not None
-        emission = self.emission(batch)
-        if emission.raw is not None or emission.shrinks:
-            for layer in self.layers:
-                layer.refuse_misfit(inputs[0].shape, batch)
         verdict, refused = producer.accepts(semantics, inputs, emission), ""
         if not verdict.ok:
             refused = f"{producer.name}: {verdict.reason}"

@@ -97,6 +97,19 @@ def _(
     return raw.new_empty((*raw.shape[:-1], out_features))
 
 
+@torch.library.custom_op("branchline::routed_experts", mutates_args=())
+def routed_experts(
+    x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, handle: int
+) -> torch.Tensor:
+    """The traced form of the experts' forward: (T, H), like `x`."""
+    return resolve(handle).run(x, index, weights)
+
+
+@routed_experts.register_fake
+def _(x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, handle: int) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 @torch.library.custom_op("branchline::routed_module", mutates_args=())
 def routed_module(x: torch.Tensor, handle: int) -> torch.Tensor:
     """The traced form of `ModulePlace.__call__`: (..., what the module makes of `x`)."""

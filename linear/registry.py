@@ -18,7 +18,7 @@ from .batch import BarePlan, Batch, FusionRules, active_batch
 from .branching import Place
 from .hooks import global_hook_names, hook_names, watch_hooks
 from .parts import CHANGES_INPUT, READS_RAW, Part
-from .routed import RoutedLinear
+from .routed import RoutedLayer, RoutedLinear
 
 _owners = itertools.count(1)
 _logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class LayerRegistry:
 
     def __init__(self) -> None:
         self.owner = next(_owners)
-        self._layers: dict[str, RoutedLinear] = {}
+        self._layers: dict[str, RoutedLayer] = {}
         self._others: dict[str, Place] = {}
         # By adapter, not by layer: a change then costs the same however many there are.
         self._holdings: dict[int, Holding] = {}
@@ -132,17 +132,22 @@ class LayerRegistry:
     # --- layers ---------------------------------------------------------------------------------
 
     @property
-    def layers(self) -> Mapping[str, RoutedLinear]:
-        """Every routed linear by its full name."""
+    def layers(self) -> Mapping[str, RoutedLayer]:
+        """Every routed linear, and every projection of experts, by its full name."""
         return MappingProxyType(self._layers)
 
-    def __iter__(self) -> Iterator[RoutedLinear]:
+    @property
+    def linears(self) -> Iterator[RoutedLinear]:
+        """The layers that are linears of their own, and no projections of experts."""
+        return (layer for layer in self._layers.values() if isinstance(layer, RoutedLinear))
+
+    def __iter__(self) -> Iterator[RoutedLayer]:
         return iter(self._layers.values())
 
     def __len__(self) -> int:
         return len(self._layers)
 
-    def add(self, layer: RoutedLinear) -> None:
+    def add(self, layer: RoutedLayer) -> None:
         """Enter a layer; its foreign hooks are watched from now on."""
         self._layers[layer.name] = layer
         self.watch(layer, layer.name)
@@ -165,7 +170,7 @@ class LayerRegistry:
         return (*global_hook_names(), *map(len, self._unwatched))
 
     def get_input_quant_key(
-        self, layer: RoutedLinear, live: Collection[int] | None = None
+        self, layer: RoutedLayer, live: Collection[int] | None = None
     ) -> QuantKey | None:
         """The key that the *complete* layer, branches and hooks included, accepts as its input.
 
@@ -208,7 +213,7 @@ class LayerRegistry:
             self._shared[name] = shared
 
     def raw_readers(
-        self, layer: RoutedLinear, live: Collection[int] | None = None
+        self, layer: RoutedLayer, live: Collection[int] | None = None
     ) -> tuple[RawReader, ...]:
         """Everything that reads this layer's input raw when the adapters `live` are in the batch.
 
@@ -239,7 +244,7 @@ class LayerRegistry:
             yield RawReader("hook", hook, name)
 
     def requires_unquantized_input(
-        self, layer: RoutedLinear, live: Collection[int] | None = None
+        self, layer: RoutedLayer, live: Collection[int] | None = None
     ) -> bool:
         """Whether some live branch, hook or unknown reader reads this layer's input raw (I2)."""
         return bool(self.raw_readers(layer, live))

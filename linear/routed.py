@@ -1,8 +1,9 @@
-"""The linear that replaces a model's own: a base kernel, and a place for adapter branches."""
+"""The layers that replace a model's own: a base kernel, and a place for adapter branches."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -12,13 +13,15 @@ from . import ops
 from .batch import Batch, FusionRules, TokenMask
 from .branching import BatchSource, Branch, BranchInput, BranchRows, RowLayout, refuse_misfit
 from .hooks import global_hook_names, hook_names
-from .kernels.base import LinearKernel
+from .kernels.base import BaseKernel, LinearKernel
 from .parts import CHANGES_INPUT, READS_RAW
 from .together import Together, joins_now
 
+KernelT = TypeVar("KernelT", bound=BaseKernel)
 
-class RoutedLinear(nn.Module):
-    """A base linear with adapter branches, fed by raw activations or by a producer's codes.
+
+class RoutedLayer(nn.Module, Generic[KernelT]):
+    """Base weights of a model, and a place for adapter branches beside them.
 
     Args:
         name: full name in the model.
@@ -34,7 +37,7 @@ class RoutedLinear(nn.Module):
         self,
         name: str,
         index: int,
-        kernel: LinearKernel,
+        kernel: KernelT,
         source: BatchSource,
         dtype: torch.dtype,
         device: torch.device,
@@ -50,9 +53,7 @@ class RoutedLinear(nn.Module):
         self._source = source
         self._kernel = kernel
         self.weight_was_read = False
-        self.branch: Branch | None = None
-        #: Linears that are handed the same tensor, this one among them; empty where it is alone.
-        self.siblings: tuple[RoutedLinear, ...] = ()
+        self.branch: Any = None
         self.row_layout = RowLayout.ROWS
         self.handle = ops.register(self)
 
@@ -77,14 +78,72 @@ class RoutedLinear(nn.Module):
         return self.kernel.out_features
 
     @property
-    def kernel(self) -> LinearKernel:
+    def kernel(self) -> KernelT:
         """The base multiplication; setting another advances the epoch."""
         return self._kernel
 
     @kernel.setter
-    def kernel(self, kernel: LinearKernel) -> None:
+    def kernel(self, kernel: KernelT) -> None:
         self._kernel = kernel
         self._source.advance(f"the kernel of {self.name} changed")
+
+    @property
+    def rules(self) -> FusionRules:
+        """What the model was wrapped with."""
+        return self._source.rules
+
+    def refuse_misfit(self, shape: torch.Size, batch: Batch) -> None:
+        """Refuse an input of `shape` that does not hold the rows of `batch`.
+
+        Raises:
+            BatchError: it has another number of rows.
+        """
+        refuse_misfit(f"layer '{self.name}'", self.row_layout, shape, batch)
+
+    def reads_raw(self) -> bool:
+        """Whether something reads this layer's input raw in the batch in flight (I2)."""
+        batch = self._source.current_batch()
+        hooked = hook_names(self) or global_hook_names()
+        plan, index = batch.plan, self.index
+        branch = plan.branched[index] and bool(plan.parts[index] & READS_RAW)
+        return branch or bool(hooked)
+
+    def extra_repr(self) -> str:
+        """One line for `print(model)`."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"kernel={self.kernel.name}, key={self.kernel.contract.key}"
+        )
+
+
+class RoutedLinear(RoutedLayer[LinearKernel]):
+    """A base linear with adapter branches, fed by raw activations or by a producer's codes.
+
+    Args:
+        name: full name in the model.
+        index: position in the registry.
+        kernel: the base multiplication.
+        source: answers for the batch in flight.
+        dtype: dtype of the activations it is fed.
+        device: where its weights lie.
+        original: the module it replaces.
+    """
+
+    branch: Branch | None
+
+    def __init__(
+        self,
+        name: str,
+        index: int,
+        kernel: LinearKernel,
+        source: BatchSource,
+        dtype: torch.dtype,
+        device: torch.device,
+        original: nn.Module | None = None,
+    ) -> None:
+        super().__init__(name, index, kernel, source, dtype, device, original)
+        #: Linears that are handed the same tensor, this one among them; empty where it is alone.
+        self.siblings: tuple[RoutedLinear, ...] = ()
 
     @property
     def weight(self) -> torch.Tensor:
@@ -123,31 +182,10 @@ class RoutedLinear(nn.Module):
             return together.run(self, input, batch)
         return self._run_branched(input, batch)
 
-    @property
-    def rules(self) -> FusionRules:
-        """What the model was wrapped with."""
-        return self._source.rules
-
-    def refuse_misfit(self, shape: torch.Size, batch: Batch) -> None:
-        """Refuse an input of `shape` that does not hold the rows of `batch`.
-
-        Raises:
-            BatchError: it has another number of rows.
-        """
-        refuse_misfit(f"layer '{self.name}'", self.row_layout, shape, batch)
-
     def check_rows(self, shape: torch.Size, batch: Batch) -> None:
         """As `refuse_misfit`, at next to no cost where the rows fit."""
         if self.row_layout != RowLayout.ROWS or shape[0] != batch.rows:
             self.refuse_misfit(shape, batch)
-
-    def reads_raw(self) -> bool:
-        """Whether something reads this layer's input raw in the batch in flight (I2)."""
-        batch = self._source.current_batch()
-        hooked = hook_names(self) or global_hook_names()
-        plan, index = batch.plan, self.index
-        branch = plan.branched[index] and bool(plan.parts[index] & READS_RAW)
-        return branch or bool(hooked)
 
     def run(self, x: torch.Tensor | QuantizedActivation) -> torch.Tensor:
         """The forward inside of a compiled graph's op, which is a linear's own."""
@@ -183,10 +221,3 @@ class RoutedLinear(nn.Module):
         mask = tokens.mask(out.shape[0] // rows.slots.shape[0], out.device)
         # A branch may write in place.
         return torch.where(mask, self.branch.add(out.clone(), x, rows), out)
-
-    def extra_repr(self) -> str:
-        """One line for `print(model)`."""
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"kernel={self.kernel.name}, key={self.kernel.contract.key}"
-        )

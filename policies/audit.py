@@ -19,7 +19,7 @@ from ..core.route import Route
 from ..fusion.discover import Unsited
 from ..fusion.site import Site
 from ..linear.checkpoint import ResolvedQuant
-from ..linear.kernels.base import LinearKernel
+from ..linear.kernels.base import BaseKernel
 from ..linear.registry import LayerRegistry, Unwrapped
 from .audit_tables import headline, tables
 from .plan import Plan, SitePlan
@@ -220,7 +220,7 @@ def audit(
 
 
 def _kernels(registry: LayerRegistry) -> tuple[KernelReport, ...]:
-    groups: dict[Any, list[LinearKernel]] = {}
+    groups: dict[Any, list[BaseKernel]] = {}
     for layer in registry:
         kernel = layer.kernel
         facts = (kernel.name, kernel.contract.key, kernel.emulated, kernel.rejected)
@@ -257,7 +257,7 @@ def _branches(registry: LayerRegistry) -> tuple[BranchReport, ...]:
     )
 
 
-def _scale_sources(kernel: LinearKernel) -> list[str]:
+def _scale_sources(kernel: BaseKernel) -> list[str]:
     scales = (kernel.contract.scale, kernel.contract.global_scale)
     return [scale.source for scale in scales if scale is not None and scale.source]
 

@@ -21,7 +21,7 @@ from ..fusion.site import Site
 from ..linear.branching import Place
 from ..linear.contract import InputContract
 from ..linear.registry import LayerRegistry, RawReader
-from ..linear.routed import RoutedLinear
+from ..linear.routed import RoutedLayer
 from .plan import OutOfService, Plan, SitePlan
 from .policy import AbsorbedPolicy, DualPolicy, DynamicPolicy, Policy, RouteChoice, SiteState
 
@@ -254,7 +254,7 @@ class Planner:
         held = (h.parts for h in self.registry.branches(place, live.keys()).values())
         return reduce(or_, held, 0)
 
-    def _shrink_rank(self, layer: RoutedLinear, live: Mapping[int, str]) -> int:
+    def _shrink_rank(self, layer: RoutedLayer, live: Mapping[int, str]) -> int:
         holders = self.registry.branches(layer, live.keys()).values()
         return max((holder.shrink_rank or 0 for holder in holders), default=0)
 

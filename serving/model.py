@@ -19,6 +19,7 @@ from ..fusion.discover import Discovery
 from ..linear.batch import Batch, active_batch
 from ..linear.calibration import Calibration
 from ..linear.registry import LayerRegistry
+from ..linear.routed import RoutedLinear
 from ..policies.audit import AuditReport, audit
 from ..policies.planner import Planner
 from .config import Quant, WrapConfig
@@ -266,6 +267,12 @@ class ServedModel(PeftSurface, nn.Module):
             raise ConfigError(f"linear {layer!r}", "is no routed linear", "see registry.layers")
         if quant not in tuple(Quant):
             raise ConfigError(f"quant={str(quant)!r}", "is unknown", f"use {', '.join(Quant)}")
+        if not isinstance(found, RoutedLinear):
+            raise ConfigError(
+                f"linear {layer!r}",
+                "is a projection of experts, which keep the scheme that they were wrapped with",
+                "wrap the model again with another quant, or leave it out with ignore=",
+            )
         wanted = Quant(quant)
         force, float_kernel = self.settings.linear_kernel, self.settings.float_kernel
         found.kernel = requantized(found, wanted, self.calibration, force, float_kernel)

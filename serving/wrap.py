@@ -30,6 +30,7 @@ from ..linear.base_weights import BaseWeightsOf
 from ..linear.batch import FusionRules
 from ..linear.calibration import Calibration, Observer, calibrate
 from ..linear.contract import InputContract
+from ..linear.experts.quantized import QuantizedExperts
 from ..linear.hooks import move_hooks, unwatch_hooks
 from ..linear.kernels.base import LinearKernel, QuantizedKernel
 from ..linear.kernels.build import build_kernel, calibrated_contract
@@ -50,6 +51,7 @@ from ..policies.planner import Planner
 from ..policies.policy import make_policy
 from .base_facts import base_facts
 from .config import WrapConfig
+from .experts import ModelExperts
 from .inputs import Prompts, calibration_batches, example_inputs
 from .model import ServedModel
 from .parallel.split import SplitModel
@@ -114,7 +116,9 @@ class _Wrapping:
         self.training = model.training
         self.model = self._take_over(model)
         modules = self.model.modules()
-        self.quantized = sum(isinstance(module, QuantizedLinear) for module in modules)
+        self.quantized = sum(
+            isinstance(module, QuantizedLinear | QuantizedExperts) for module in modules
+        )
 
     def run(
         self,
@@ -126,6 +130,8 @@ class _Wrapping:
         self.model.eval()
         self._check_settings(calibration)
         originals = self._route_linears()
+        self.experts = ModelExperts(self.model, self.registry, self.undo, self.config.linear_kernel)
+        self.experts.route(self._platform(self._device()))
         skipped = self._ignored(originals)
         self._note_ties(originals, skipped)
         found = discover(self.model, self.registry, example or example_inputs(self.model))
@@ -323,6 +329,7 @@ class _Wrapping:
             weight = QuantizedWeight.from_float(float_weight(module), name, scheme.weight)
             contract = calibrated_contract(scheme, name, ranges, weight.codes.device)
             self.registry.layers[name].kernel = self._kernel(name, weight, module.bias, contract)
+        self.experts.quantize(scheme, skipped, ranges, self._platform(self._device()))
 
     def _choose_float_kernels(self, originals: dict[str, FoundLinear]) -> None:
         """Of what stays unquantised; until now the model's own weights were there to be read."""
@@ -367,7 +374,8 @@ class _Wrapping:
         return set(read)
 
     def _ignored(self, originals: dict[str, FoundLinear]) -> set[str]:
-        skipped = set(ignored_linears(originals, self.config.ignore))
+        names = (*originals, *self.experts.projections)
+        skipped = set(ignored_linears(names, self.config.ignore))
         head = self.base.output_embedding
         if head and not self.config.quantize_lm_head:
             skipped.add(head)

@@ -42,8 +42,8 @@ def block_input(key: QuantKey) -> QuantKey:
     return replace(key, layout=ScaleLayout.COLUMN_MAJOR, row_multiple=4)
 
 
-class LinearKernel(ABC):
-    """One base linear: weights, and the multiplication with them.
+class BaseKernel(ABC):
+    """Base weights, and the multiplication with them.
 
     Attributes:
         name: as the audit shows it.
@@ -62,22 +62,26 @@ class LinearKernel(ABC):
     in_features: int
     out_features: int
 
-    def float_weight(self) -> torch.Tensor | None:
-        """The unquantised weight, as the model stores it, where the kernel keeps it."""
-        return None
-
-    @abstractmethod
-    def dequantized(self) -> torch.Tensor:
-        """float32 (N, K), a copy: the weight that it multiplies with."""
-
     @property
     @abstractmethod
     def weight_bytes(self) -> int:
         """Bytes that the weight takes in memory, scales included."""
 
     @abstractmethod
+    def dequantized(self) -> torch.Tensor:
+        """float32 (N, K), of experts (E, N, K), a copy: the weight that it multiplies with."""
+
+    @abstractmethod
     def bias(self) -> torch.Tensor | None:
-        """The bias, (N,), or None."""
+        """The bias, (N,) or (E, N), or None."""
+
+
+class LinearKernel(BaseKernel):
+    """One base linear: its weight (N, K), and the multiplication with it."""
+
+    def float_weight(self) -> torch.Tensor | None:
+        """The unquantised weight, as the model stores it, where the kernel keeps it."""
+        return None
 
     @abstractmethod
     def apply(self, x: torch.Tensor | QuantizedActivation, consumer: str) -> torch.Tensor:

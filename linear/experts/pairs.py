@@ -1,0 +1,112 @@
+"""Which expert computes which token: what a router chose, sorted for kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from ...core.errors import ContractError
+
+
+@dataclass(eq=False, slots=False)
+class Pairs:
+    """The (token, expert) pairs of one forward, sorted by expert.
+
+    With T tokens and k choices there are P = T * k pairs: pair ``t * k + j`` is choice j of token
+    t.  Kernels see them by *position*, sorted by expert and, within one expert, by pair.  Pairs of
+    experts that are not here (of another rank) lie behind all others and are computed by nobody.
+
+    Attributes:
+        tokens: T.
+        top_k: k.
+        experts: E, how many experts are here.
+        order: int64 (P,), the pair at each position.
+        expert: int32 (P,), the expert at each position; E for none.
+        offsets: int32 (E + 1,), the position at which each expert's pairs begin; the last one is
+            the number of pairs that somebody computes.
+        partial: whether some pairs may be computed by nobody.
+    """
+
+    tokens: int
+    top_k: int
+    experts: int
+    order: torch.Tensor
+    expert: torch.Tensor
+    offsets: torch.Tensor
+    partial: bool = False
+
+    @classmethod
+    def of(cls, index: torch.Tensor, experts: int, *, partial: bool = False) -> Pairs:
+        """The pairs of a router's choice.
+
+        Args:
+            index: (T, k), integers: the expert of each choice.
+            experts: E.
+            partial: choices may name experts outside of [0, E), which are not here; nothing waits
+                for the device to find out.
+
+        Raises:
+            ContractError: `index` has other dimensions.
+        """
+        if index.dim() != 2:
+            raise ContractError(
+                "the experts' routing",
+                f"has shape {tuple(index.shape)}, expected (tokens, choices)",
+                "hand the experts what their router returns",
+            )
+        flat = index.reshape(-1)
+        if partial:
+            flat = torch.where((flat >= 0) & (flat < experts), flat, experts)
+        expert, order = torch.sort(flat, stable=True)
+        edges = torch.arange(experts + 1, dtype=expert.dtype, device=expert.device)
+        offsets = torch.searchsorted(expert, edges, out_int32=True)
+        tokens, top_k = index.shape
+        return cls(tokens, top_k, experts, order, expert.to(torch.int32), offsets, partial)
+
+    def __len__(self) -> int:
+        return self.order.shape[0]
+
+    @cached_property
+    def token(self) -> torch.Tensor:
+        """int64 (P,): the token at each position."""
+        return torch.div(self.order, self.top_k, rounding_mode="floor")
+
+    @cached_property
+    def position(self) -> torch.Tensor:
+        """int64 (P,): the position of each pair."""
+        places = torch.empty_like(self.order)
+        places[self.order] = torch.arange(len(self), device=self.order.device)
+        return places
+
+    @cached_property
+    def bounds(self) -> tuple[int, ...]:
+        """`offsets` as numbers; asking waits for the device, once."""
+        return tuple(self.offsets.tolist())
+
+
+def combine(out: torch.Tensor, weights: torch.Tensor, pairs: Pairs) -> torch.Tensor:
+    """What a token's experts make of it, weighted and added up.
+
+    Products and sums are float32, in the order of the choices: no token's bytes depend on another.
+
+    Args:
+        out: (P, N), by position.
+        weights: (T, k), by choice.
+        pairs: of the forward.
+
+    Returns:
+        float32 (T, N).
+    """
+    by_pair = out[pairs.position].float()
+    if pairs.partial:
+        here = (pairs.expert < pairs.experts)[pairs.position]
+        # What nobody computed was never written: a product with zero would keep its NaN.
+        by_pair = torch.where(here.unsqueeze(1), by_pair, 0.0)
+    by_choice = by_pair.view(pairs.tokens, pairs.top_k, out.shape[1])
+    scaled = by_choice * weights.float().unsqueeze(2)
+    total = scaled.new_zeros(pairs.tokens, out.shape[1])
+    for choice in scaled.unbind(1):
+        total = total + choice
+    return total

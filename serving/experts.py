@@ -1,0 +1,183 @@
+"""Experts of a model on their way to being served: found, routed, quantised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+
+import torch
+from torch import nn
+
+from ..core.platform import Platform
+from ..core.scheme import LinearScheme
+from ..fusion.experts import RoutedExperts
+from ..linear.calibration import Calibration
+from ..linear.experts.find import find_experts, stored_bias, stored_weight
+from ..linear.experts.form import ExpertsForm
+from ..linear.experts.kernels.base import GroupedKernel
+from ..linear.experts.kernels.each import FloatExperts
+from ..linear.experts.kernels.selection import build_grouped_kernel
+from ..linear.experts.layer import ExpertsLinear
+from ..linear.experts.quantized import QuantizedExperts
+from ..linear.experts.weight import ExpertsWeight
+from ..linear.hooks import move_hooks, unwatch_hooks
+from ..linear.kernels.build import calibrated_contract
+from ..linear.registry import LayerRegistry, Unwrapped
+from ..linear.weights import replace_module
+
+
+class ModelExperts:
+    """The experts of one model; every change registers how to take it back.
+
+    Args:
+        model: whose experts are replaced in place.
+        registry: gets a layer for each projection, behind all linears.
+        undo: takes everything back.
+        force: name of the only kernel that may be chosen.
+    """
+
+    def __init__(
+        self, model: nn.Module, registry: LayerRegistry, undo: ExitStack, force: str | None
+    ) -> None:
+        self._model = model
+        self._registry = registry
+        self._undo = undo
+        self._force = force
+        self._routed: list[RoutedExperts] = []
+
+    @property
+    def projections(self) -> dict[str, ExpertsLinear]:
+        """Every projection by its full name."""
+        return {layer.name: layer for e in self._routed for layer in (e.up, e.down)}
+
+    def route(self, platform: Platform) -> None:
+        """Put routed experts in the place of the model's own, unquantised as yet.
+
+        Args:
+            platform: facts about the device of the weights.
+
+        Raises:
+            KernelUnavailableError: no kernel serves the experts of a quantised checkpoint.
+        """
+        found, refused = find_experts(self._model)
+        self._registry.unwrapped += [Unwrapped(name, reason) for name, reason in refused.items()]
+        for name, experts in found.items():
+            module = experts.module
+            routed = self._make(name, module, experts.form, platform)
+            move_hooks(module, routed)
+            self._undo.callback(move_hooks, routed, module)
+            for path in experts.paths:
+                replace_module(self._model, path, routed)
+                self._undo.callback(replace_module, self._model, path, module)
+            self._routed.append(routed)
+
+    def _make(
+        self, name: str, module: nn.Module, form: ExpertsForm, platform: Platform
+    ) -> RoutedExperts:
+        original, dtype, device = module, torch.float32, torch.device("cpu")
+        if isinstance(module, QuantizedExperts):
+            original, dtype, device = module.original, module.dtype, module.device
+        else:
+            weight = stored_weight(module, form, form.down_name)
+            dtype, device = weight.dtype, weight.device
+        layers = []
+        for projection in (form.up_name, form.down_name):
+            layer = ExpertsLinear(
+                f"{name}.{projection}",
+                len(self._registry),
+                self._first_kernel(module, form, projection, platform),
+                self._registry,
+                dtype,
+                device,
+                by_token=projection == form.up_name,
+                original=module,
+            )
+            self._registry.add(layer)
+            self._undo.callback(unwatch_hooks, layer)
+            layers.append(layer)
+        up, down = layers
+        return RoutedExperts(name, form, up, down, original, self._registry)
+
+    def _first_kernel(
+        self, module: nn.Module, form: ExpertsForm, projection: str, platform: Platform
+    ) -> GroupedKernel:
+        if not isinstance(module, QuantizedExperts):
+            return float_experts(module, form, projection)
+        contract = module.contracts[projection]
+        weight = module.quantized_weight(projection)
+        kernel = build_grouped_kernel(
+            f"{module.name}.{projection}",
+            weight,
+            module.biases[projection],
+            contract,
+            platform,
+            self._force,
+        )
+        # Registered before the weights go, so that nothing that happens in between loses them.
+        self._undo.callback(lambda: module.restore(projection, kernel.quantized_weight()))
+        module.release(projection)
+        return kernel
+
+    def quantize(
+        self,
+        scheme: LinearScheme,
+        skipped: Iterable[str],
+        ranges: Calibration | None,
+        platform: Platform,
+    ) -> None:
+        """Quantise every projection but those of a checkpoint that is quantised already.
+
+        Args:
+            scheme: of weights and inputs.
+            skipped: projections that stay as they are.
+            ranges: observed inputs, for a scheme that needs them.
+            platform: facts about the device of the weights.
+
+        Raises:
+            CalibrationError: a projection was not observed.
+            KernelUnavailableError: no kernel serves it.
+            ScaleError: weights that are not finite.
+        """
+        left = set(skipped)
+        for routed in self._routed:
+            module = routed.down.original
+            assert module is not None
+            if isinstance(module, QuantizedExperts):
+                continue
+            for layer in (routed.up, routed.down):
+                if layer.name not in left:
+                    layer.kernel = quantized_experts(
+                        layer, routed.form, scheme, ranges, platform, self._force
+                    )
+
+
+def float_experts(module: nn.Module, form: ExpertsForm, projection: str) -> FloatExperts:
+    """A projection's own weights, multiplied by torch; nothing is copied."""
+    weight: torch.Tensor = getattr(module, projection).detach()
+    bias = getattr(module, f"{projection}_bias").detach() if form.has_bias else None
+    interleaved = form.interleaved and projection == form.up_name
+    return FloatExperts(weight.mT if form.transposed else weight, bias, interleaved=interleaved)
+
+
+def quantized_experts(
+    layer: ExpertsLinear,
+    form: ExpertsForm,
+    scheme: LinearScheme,
+    ranges: Calibration | None,
+    platform: Platform,
+    force: str | None,
+) -> GroupedKernel:
+    """A kernel for the unquantised weights that `layer` was made of; the layer keeps its own."""
+    module, projection = layer.original, layer.name.rpartition(".")[2]
+    assert module is not None
+    weight = ExpertsWeight.from_float(
+        stored_weight(module, form, projection), layer.name, scheme.weight
+    )
+    contract = calibrated_contract(scheme, layer.name, ranges, weight.device)
+    bias = stored_bias(module, form, projection)
+    return build_grouped_kernel(layer.name, weight, bias, contract, platform, force)
+
+
+def names_of_experts(model: nn.Module) -> Mapping[str, ExpertsForm]:
+    """The experts of a model that can be served, by name."""
+    return {name: found.form for name, found in find_experts(model)[0].items()}
