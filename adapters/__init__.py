@@ -1,10 +1,15 @@
 """Adapters: reading PEFT folders, the branches they add, and the manager that swaps them."""
 
-from .base import BaseFacts, TargetLayer
-from .manager import AdapterManager
-from .mixture import Mixture
-from .version import AdapterInfo
-from .weights import AdapterWeights, LayerWeights, LowRank
+from typing import TYPE_CHECKING
+
+from ..core.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from .base import BaseFacts, TargetLayer
+    from .manager import AdapterManager
+    from .mixture import Mixture
+    from .version import AdapterInfo
+    from .weights import AdapterWeights, LayerWeights, LowRank
 
 __all__ = [
     "AdapterInfo",
@@ -16,3 +21,17 @@ __all__ = [
     "Mixture",
     "TargetLayer",
 ]
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "AdapterInfo": "version",
+        "AdapterManager": "manager",
+        "AdapterWeights": "weights",
+        "BaseFacts": "base",
+        "LayerWeights": "weights",
+        "LowRank": "weights",
+        "Mixture": "mixture",
+        "TargetLayer": "base",
+    },
+)

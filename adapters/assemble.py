@@ -20,6 +20,7 @@ from .weights import (
     AdapterWeights,
     AnyWeights,
     EmbeddingWeights,
+    ExpertsWeights,
     LayerWeights,
     LowRank,
     NormWeights,
@@ -61,13 +62,14 @@ def assemble(
     layers = {name: part for name, part in parts.items() if isinstance(part, LayerWeights)}
     tables = {name: part for name, part in parts.items() if isinstance(part, EmbeddingWeights)}
     norms = {name: part for name, part in parts.items() if isinstance(part, NormWeights)}
-    effect = effect_note(layers) if not tables and not norms else None
+    experts = {name: part for name, part in parts.items() if isinstance(part, ExpertsWeights)}
+    effect = effect_note(layers, experts) if not tables and not norms else None
     notes = (*plan.notes, *assembly.notes, *_dense_notes(plan, layers))
     notes += (effect,) if effect else ()
     invocation = plan.tuner.invocation(plan.config)
     return AdapterWeights(
         source,
-        content_digest(layers, tables, norms, invocation=invocation),
+        content_digest(layers, tables, norms, experts, invocation=invocation),
         MappingProxyType(layers),
         notes,
         MappingProxyType(tables),
@@ -75,6 +77,7 @@ def assemble(
         plan.tuner.peft_type,
         invocation=invocation,
         uses_base=bool(base_need(plan) or base_use(plan)),
+        experts=MappingProxyType(experts),
     )
 
 

@@ -69,8 +69,49 @@ class TargetNorm:
     refusal: str | None = None
 
 
-Target = TargetLayer | TargetEmbedding | TargetNorm
-_Kind = TypeVar("_Kind", TargetLayer, TargetEmbedding, TargetNorm)
+@dataclass(frozen=True)
+class TargetExperts:
+    """One projection of all experts of a layer, which may take a branch for each of them.
+
+    A router's weight is one too, of one expert.
+
+    Args:
+        name: of the experts and the parameter ("model.layers.0.mlp.experts.gate_up_proj").
+        experts: E, how many there are.
+        in_features: K, the size of an expert's input.
+        out_features: N, the size of an expert's output.
+        refusal: why it cannot take a branch; None says it can.
+        interleaved: the model's own parameter has gates and ups in turns; outputs of a branch are
+            all gates, then all ups.
+        transposed: the model's own parameter lies as `(E, K, N)`.
+        linears: what checkpoints that keep each expert apart call its linears ("w1", "w3"), in the
+            order of their outputs; empty where there are no such checkpoints.
+        earlier: what those checkpoints call the experts; empty for as the model does.
+    """
+
+    name: str
+    experts: int
+    in_features: int
+    out_features: int
+    refusal: str | None = None
+    interleaved: bool = False
+    transposed: bool = False
+    linears: tuple[str, ...] = ()
+    earlier: str = ""
+
+    @property
+    def module(self) -> str:
+        """The name of the experts."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def linear_features(self) -> int:
+        """N of one of `linears`."""
+        return self.out_features // max(len(self.linears), 1)
+
+
+Target = TargetLayer | TargetEmbedding | TargetNorm | TargetExperts
+_Kind = TypeVar("_Kind", TargetLayer, TargetEmbedding, TargetNorm, TargetExperts)
 
 
 @dataclass(frozen=True)
@@ -89,6 +130,8 @@ class BaseFacts:
         input_embedding: the name of what `get_input_embeddings` returns, if any.
         tied_head: whether the head's weight is the input embedding's.
         identity: which model it is, to be compared with the one an adapter names.
+        experts: every projection of experts by its full name; those of one layer in the order in
+            which its module registers its parameters.
     """
 
     layers: Mapping[str, TargetLayer]
@@ -101,11 +144,12 @@ class BaseFacts:
     input_embedding: str | None = None
     tied_head: bool = False
     identity: BaseIdentity = field(default_factory=BaseIdentity)
+    experts: Mapping[str, TargetExperts] = field(default_factory=lambda: _NOTHING)
 
     @property
     def targets(self) -> Mapping[str, Target]:
-        """Linears, embeddings and norms by their full names."""
-        return {**self.layers, **self.embeddings, **self.norms}
+        """Linears, embeddings, norms and projections of experts by their full names."""
+        return {**self.layers, **self.embeddings, **self.norms, **self.experts}
 
     @property
     def refusals(self) -> Mapping[str, str]:
@@ -120,12 +164,21 @@ class BaseFacts:
         return replace(self, identity=identity)
 
     def with_refusals(self, refusals: Mapping[str, str]) -> BaseFacts:
-        """These facts, with the reasons why some modules cannot take an adapter."""
+        """These facts, with the reasons why some modules cannot take an adapter.
+
+        A reason of experts is one of all their projections.
+        """
+        of_experts = {
+            name: refusals[target.module]
+            for name, target in self.experts.items()
+            if target.module in refusals
+        }
         return replace(
             self,
             layers=_refuse(self.layers, refusals),
             embeddings=_refuse(self.embeddings, refusals),
             norms=_refuse(self.norms, refusals),
+            experts=_refuse(self.experts, {**of_experts, **refusals}),
         )
 
 

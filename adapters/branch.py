@@ -18,7 +18,15 @@ from .by_slot import dense_product, rotated
 from .low_rank import LowRankSlots
 from .slots import SlotClasses
 from .together import JointProduct
-from .weights import AdapterWeights, AnyWeights, LayerWeights, NormWeights, RotationFactor
+from .weights import (
+    AdapterWeights,
+    AnyWeights,
+    ExpertsWeights,
+    LayerWeights,
+    LowRank,
+    NormWeights,
+    RotationFactor,
+)
 
 
 class LayerBranch:
@@ -296,9 +304,15 @@ _NEUTRAL = {Part.GAIN: 1.0, Part.IN_SCALE: 1.0, Part.SHIFT: -0.0}
 
 def holder_of(weights: AnyWeights) -> Holder:
     """What the registry has to know of one adapter's parts in one place."""
-    if isinstance(weights, LayerWeights):
+    if isinstance(weights, LayerWeights | ExpertsWeights):
         return Holder(weights.parts, weights.shrink_rank)
     return Holder(Part.OWN)
+
+
+def _product_of(parts: AnyWeights) -> LowRank | ExpertsWeights | None:
+    if isinstance(parts, ExpertsWeights):
+        return parts
+    return None if isinstance(parts, NormWeights) else parts.low_rank
 
 
 def check_range(name: str, weights: AdapterWeights, dtype: torch.dtype) -> None:
@@ -316,7 +330,7 @@ def check_range(name: str, weights: AdapterWeights, dtype: torch.dtype) -> None:
     wide = [t for t in weights.tensors if t.is_floating_point() and torch.finfo(t.dtype).max > most]
     fits = all(torch.tensor(x).to(dtype).isfinite() for x in magnitudes(wide) if x > most)
     for place, parts in weights.modules.items():
-        low_rank = None if isinstance(parts, NormWeights) else parts.low_rank
+        low_rank = _product_of(parts)
         if low_rank is not None and abs(low_rank.scaling) > torch.finfo(torch.float32).max:
             raise AdapterUnsupportedError(
                 f"adapter '{name}'",

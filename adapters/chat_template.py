@@ -11,12 +11,8 @@ import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..core.errors import AdapterFormatError
+from .file_names import TEMPLATE_NAME, TOKENIZER_CONFIG_NAME
 from .tensor_file import open_regular, read_exactly
-
-TEMPLATE_NAME = "chat_template.jinja"
-TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
-#: Files that may bring one, as transformers saves them with a tokenizer; the first goes before.
-TEMPLATE_FILES = (TEMPLATE_NAME, TOKENIZER_CONFIG_NAME)
 
 # Real templates have a few kilobytes; a tokenizer's config may list thousands of added tokens.
 _LONGEST = 16 * 2**20

@@ -14,8 +14,9 @@ from typing import Any
 from peft.utils.constants import INCLUDE_LINEAR_LAYERS_SHORTHAND, SEQ_CLS_HEAD_NAMES
 
 from ..core.errors import AdapterCapacityError, AdapterUnsupportedError
-from .base import BaseFacts, Target, TargetLayer
+from .base import BaseFacts, Target, TargetExperts, TargetLayer
 from .config_file import ParsedConfig
+from .expert_names import ExpertNames, KnownNames, Placed, names_in_config
 from .findings import Finding, damaged, listing, mismatch, unsupported
 from .identity import compare_bases
 from .names import NameParser, NameRule, PartName, choose_rule, common_prefix, features_of
@@ -99,6 +100,24 @@ class _Check:
         targets = self.base.targets
         return {name: t for name, t in targets.items() if isinstance(t, self.tuner.targets)}
 
+    @cached_property
+    def known(self) -> KnownNames:
+        """What their tensors may be called."""
+        return KnownNames(self.allowed)
+
+    @cached_property
+    def experts(self) -> ExpertNames:
+        """The experts among them, once `rule` is chosen."""
+        parameters = getattr(self.config, "target_parameters", None)
+        return ExpertNames(self.known, self.rule, parameters)
+
+    def place(self, part: PartName) -> Placed | None:
+        """Where a tensor of a module belongs; None where the type sits on no such module."""
+        name = self.rule.to_base(part.module)
+        if name in self.allowed and not isinstance(self.allowed[name], TargetExperts):
+            return Placed(name, part.part, self.rule.to_adapter(name))
+        return self.experts.place(part)
+
 
 def plan_load(
     parsed: ParsedConfig,
@@ -141,7 +160,10 @@ def _checked(check: _Check, parsed: ParsedConfig, max_rank: int, *, resolved: bo
     _check_base(check, parsed)
     _check_task(check)
     parts, shared, others = _split(check)
-    check.rule = _choose_rule(check, parts)
+    check.rule = choose_rule({part.module for part in parts}, check.known)
+    findings, notes = check.experts.check_parameters(base)
+    check.findings += findings
+    check.notes += notes
     modules = _group(check, parts) if resolved else {}
     saved = find_saved(tuner, config, base, check.rule, headers, others, modules)
     check.findings += saved.findings
@@ -218,11 +240,6 @@ def _split(check: _Check) -> tuple[list[PartName], dict[str, str], list[str]]:
     return parts, shared, others
 
 
-def _choose_rule(check: _Check, parts: Sequence[PartName]) -> NameRule:
-    modules = {part.module for part in parts}
-    return choose_rule(modules, check.allowed)
-
-
 def _check_others(check: _Check, others: Sequence[str], explained: Collection[str]) -> None:
     for feature, (key, tensors) in features_of(others, explained).items():
         unset = f" although the config does not set {key}" if key else ""
@@ -246,16 +263,17 @@ def _group(check: _Check, parts: Sequence[PartName]) -> dict[str, Module]:
     found: dict[str, dict[str, TensorHeader]] = {}
     aliases, strangers = {}, []
     for part in parts:
-        name = check.rule.to_base(part.module)
-        if name not in allowed:
+        placed = check.place(part)
+        if placed is None:
             strangers.append(part)
             continue
+        name, own = placed.name, placed.part
         headers = found.setdefault(name, {})
-        aliases[name] = check.rule.to_adapter(name)
-        if part.part in headers:
-            text = f"layer {name!r} has two tensors {part.part}: {headers[part.part].name!r} and "
+        aliases[name] = placed.alias
+        if own in headers:
+            text = f"layer {name!r} has two tensors {own}: {headers[own].name!r} and "
             check.findings.append(damaged(text + repr(part.tensor)))
-        headers[part.part] = check.headers[part.tensor]
+        headers[own] = check.headers[part.tensor]
     if found:
         _check_strangers(check, strangers)
         if check.rule.note is not None:
@@ -282,7 +300,7 @@ def _check_strangers(check: _Check, strangers: Sequence[PartName]) -> None:
 def _check_modules(
     check: _Check, modules: Mapping[str, Module], shared: Mapping[str, str], max_rank: int
 ) -> None:
-    targets = _select_targets(check)
+    targets = _select_targets(check, modules)
     _compare_targets(check, targets, modules)
     _check_patterns(check, targets, modules)
     for name, module in modules.items():
@@ -298,7 +316,7 @@ def _check_modules(
     _check_capacity(check, max(ranks), max_rank)
 
 
-def _select_targets(check: _Check) -> set[str]:
+def _select_targets(check: _Check, found: Mapping[str, Module]) -> set[str]:
     """The modules that PEFT would give an adapter of this config; others become findings."""
     targets = _target_modules(check)
     if targets is None:
@@ -316,21 +334,24 @@ def _select_targets(check: _Check) -> set[str]:
         return selection.selects(check.rule.to_adapter(name))
 
     allowed = check.allowed
-    modules = {name for name in allowed if selected(name)}
+    linears = (name for name, t in allowed.items() if not isinstance(t, TargetExperts))
+    modules = {name for name in linears if selected(name)}
+    modules |= check.experts.targeted(found, selection, check.findings)
     others = [n for n in check.base.modules if n and n not in allowed and selected(n)]
     if others:
         kinds = check.tuner.kinds
         text = f"target_modules also selects what is no {kinds}: {listing(others)}"
         check.findings.append(unsupported(text, f"train the adapter on {kinds}s only"))
     if isinstance(config.target_modules, list):
-        _note_unmatched(check, config.target_modules)
+        _note_unmatched(check, config.target_modules, found)
     return modules
 
 
-def _note_unmatched(check: _Check, entries: Sequence[str]) -> None:
+def _note_unmatched(check: _Check, entries: Sequence[str], found: Mapping[str, Module]) -> None:
     # PEFT accepts these, and lists made for several models are common. The tensors are compared
     # with what is selected, so nothing can be missed by it.
     names = [check.rule.to_adapter(name) for name in check.allowed]
+    names += [name for module in found.values() for name in names_in_config(module)]
     left = DottedEnds(entries).unmatched(names)
     unmatched = [entry for entry in entries if entry in left]
     if unmatched:
@@ -342,6 +363,9 @@ def _target_modules(check: _Check) -> list[str] | str | None:
     targets = check.config.target_modules
     if targets is None:
         default = check.tuner.default_targets(check.base)
+        if default is None and check.experts.parameters:
+            # PEFT then targets parameters alone.
+            default = ()
         if default is None:
             kind = check.base.model_type
             text = f"target_modules is null and PEFT has no default for models of type {kind!r}"
@@ -374,7 +398,13 @@ def _compare_targets(check: _Check, targets: set[str], layers: Collection[str]) 
 
 
 def _check_patterns(check: _Check, targets: Collection[str], modules: Mapping[str, Module]) -> None:
-    names = [check.rule.to_adapter(name) for name in targets]
+    names = [
+        known
+        for name in targets
+        for known in (
+            names_in_config(modules[name]) if name in modules else [check.rule.to_adapter(name)]
+        )
+    ]
     for key, patterns in check.config.patterns.items():
         # Of other modules too, so that nothing is left to be matched where shapes are checked.
         for module in modules.values():

@@ -14,13 +14,12 @@ from pydantic import ValidationError
 
 from ..core.errors import AdapterFormatError, AdapterUnsupportedError
 from ..linear.checkpoint.document import is_off, short, unique_keys
+from .file_names import CONFIG_NAME
 from .findings import Finding, damaged, raise_findings, unsupported
 from .identity import NamedBase
 from .tuners import TUNERS, UNSERVED
 from .tuners.base import TunerType
 from .tuners.config import TunerConfig
-
-CONFIG_NAME = "adapter_config.json"
 
 
 class ParsedConfig(NamedTuple):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from ..core.report import ReportPart
-from .base import Target, TargetEmbedding, TargetLayer
+from .base import Target, TargetEmbedding, TargetExperts, TargetLayer
 from .check import LoadPlan, PlannedModule
 from .config_file import ParsedConfig
 from .names import PEFT_PREFIX, NameParser
@@ -17,12 +17,13 @@ from .weights import (
     AdapterWeights,
     AnyWeights,
     EmbeddingWeights,
+    ExpertsWeights,
     LayerWeights,
     LowRank,
     NormWeights,
 )
 
-_Kind = Literal["linear", "embedding", "norm"]
+_Kind = Literal["linear", "embedding", "norm", "experts"]
 _LINEAR_PARTS: Mapping[str, str] = {
     "low_rank": "low-rank",
     "gain": "gain",
@@ -45,7 +46,8 @@ class ModuleContent(ReportPart):
             base's weights or the base model to tell, those that the file stores ("lora_A").
         rank: of its low-rank product; None where it has none, or none is known yet.
         scaling: that the product is multiplied with; None likewise.
-        shape: (N, K) of a linear, (V, D) of an embedding, (K,) of a norm; None where unknown.
+        shape: (N, K) of a linear, (V, D) of an embedding, (K,) of a norm, (E, N, K) of
+            experts; None where unknown.
         reads_raw: whether it reads the raw activation; None where it takes the base to tell.
     """
 
@@ -83,7 +85,7 @@ def planned_contents(plan: LoadPlan) -> tuple[ModuleContent, ...]:
     for planned in plan.modules.values():
         parts = (*_stored_parts(planned), *_saved_parts(planned))
         product = _settings(plan.tuner, plan.config, planned.module)
-        reads_raw = isinstance(planned.target, TargetLayer)
+        reads_raw = isinstance(planned.target, TargetLayer | TargetExperts)
         found.append(_content(planned.target, parts, product, reads_raw))
     return tuple(found)
 
@@ -149,10 +151,14 @@ def _kind_and_shape(target: Target) -> tuple[_Kind, tuple[int, ...]]:
         return "linear", (target.out_features, target.in_features)
     if isinstance(target, TargetEmbedding):
         return "embedding", (target.num_embeddings, target.embedding_dim)
+    if isinstance(target, TargetExperts):
+        return "experts", (target.experts, target.out_features, target.in_features)
     return "norm", (target.size,)
 
 
 def _parts_of(held: AnyWeights) -> tuple[str, ...]:
+    if isinstance(held, ExpertsWeights):
+        return ("low-rank",)
     if isinstance(held, NormWeights):
         return ("weight",) if held.bias is None else ("weight", "bias")
     if isinstance(held, EmbeddingWeights):
@@ -168,12 +174,14 @@ def _is_there(part: object) -> bool:
 
 
 def _product_of(held: AnyWeights) -> _Product:
-    product: LowRank | None = getattr(held, "low_rank", None)
+    product: LowRank | ExpertsWeights | None = (
+        held if isinstance(held, ExpertsWeights) else getattr(held, "low_rank", None)
+    )
     return (None, None) if product is None else (product.rank, product.scaling)
 
 
 def _reads_raw(held: AnyWeights) -> bool:
-    return isinstance(held, LayerWeights) and held.reads_raw
+    return isinstance(held, LayerWeights | ExpertsWeights) and held.reads_raw
 
 
 def _settings(tuner: TunerType[Any], config: Any, module: Module) -> _Product:

@@ -139,7 +139,9 @@ def _is_mixed(parsed: ParsedConfig, headers: Sequence[TensorHeader]) -> bool:
     config = parsed.config
     rows = config.trainable_token_indices is not None or not parsed.tuner.selects_targets
     copies = any(".base_layer." in header.name for header in headers)
-    return rows or copies or bool(config.modules_to_save)
+    # Names of a parameter's tensors tell their nesting, and not the parameter.
+    parameters = bool(getattr(config, "target_parameters", None))
+    return rows or copies or parameters or bool(config.modules_to_save)
 
 
 def _own_facts(parsed: ParsedConfig, found: _Modules) -> BaseFacts | None:

@@ -17,14 +17,15 @@ import torch
 from peft import PeftModel
 from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.adalora.layer import AdaLoraLayer
+from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import nn
 
 from ..core.errors import AdapterNotFoundError, AdapterUnsupportedError, WrapError
 from .assemble import assemble
-from .base import BaseFacts, BaseWeights
-from .check import LoadPlan
+from .base import BaseFacts, BaseWeights, TargetExperts
+from .check import LoadPlan, PlannedModule
 from .config_file import parse_config
 from .findings import listing, raise_findings
 from .names import PEFT_PREFIX
@@ -313,7 +314,7 @@ def _check_scalings(model: PeftModel, name: str, plan: LoadPlan, source: str) ->
     base = model.get_base_model()
     for layer, planned in plan.modules.items():
         expected = getattr(plan.tuner.settings(plan.config, planned.module), "scaling", None)
-        live = base.get_submodule(planned.module.alias)
+        live = _live_layer(base, planned)
         held = getattr(live, "scaling", None) or getattr(live, "fourierft_scaling", None)
         if expected is None or not planned.module.headers or not held:
             continue
@@ -326,6 +327,17 @@ def _check_scalings(model: PeftModel, name: str, plan: LoadPlan, source: str) ->
                 f"layer {layer!r} is scaled by {scaling} but its config says {expected}",
                 "call unscale_layer() or set lora_alpha instead",
             )
+
+
+def _live_layer(base: nn.Module, planned: PlannedModule) -> nn.Module:
+    """What PEFT put in the place of a module, or around the experts for one of their parameters."""
+    if not isinstance(planned.target, TargetExperts):
+        return base.get_submodule(planned.module.alias)
+    path, _, parameter = planned.module.alias.rpartition(".")
+    layer = base.get_submodule(path)
+    while isinstance(layer, ParamWrapper) and layer.parameter_name != parameter:
+        layer = layer.base_layer
+    return layer
 
 
 def _plain(value: Any) -> Any:

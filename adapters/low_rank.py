@@ -68,6 +68,7 @@ class LowRankSlots:
         self.fallbacks: Counter[str] = Counter()
         self._eager = EagerLowRank(stack)
         self._starts = slots.starts
+        self._held = slots.ranks
         # Of one number, an array is written many times quicker than a tensor.
         on_cpu = device.type == "cpu"
         self._scaling = self.scaling.numpy() if on_cpu else self.scaling
@@ -86,9 +87,30 @@ class LowRankSlots:
         self._scaling[slot] = weights.scaling
         self._ranks[slot] = rank
 
-    def clear(self, slot: int) -> None:
-        """Empty a slot: what lies there has no rank, and is read by nobody."""
-        self._ranks[slot] = 0
+    def write_run(self, first: int, a: torch.Tensor, b: torch.Tensor, scaling: float) -> None:
+        """Fill slots of one rank class in turn, each with a product of its own.
+
+        Args:
+            first: the first of them.
+            a: (slots, r, K).
+            b: (slots, N, r).
+            scaling: of all.
+        """
+        number, rank, _ = a.shape
+        rows = slice(self._starts[first], self._starts[first] + number * self._held[first])
+        a_pool = self.a[rows].unflatten(0, (number, -1))
+        b_pool = self.b[rows].unflatten(0, (number, -1))
+        a_pool[:, :rank].copy_(a)
+        b_pool[:, :rank].copy_(b.mT)
+        self.scaling[first : first + number] = scaling
+        self.ranks[first : first + number] = rank
+
+    def clear(self, slot: int, number: int = 1) -> None:
+        """Empty a slot, or several: what lies there has no rank, and is read by nobody."""
+        if number == 1:
+            self._ranks[slot] = 0
+        else:
+            self.ranks[slot : slot + number] = 0
 
     def shrink_request(self, slots: torch.Tensor, rank: int) -> Shrink:
         """What shrinks the raw activation for rows of `slots` (int32 (R,), -1 for none)."""

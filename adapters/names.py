@@ -7,7 +7,7 @@ other features are recognised so that they can be refused by name.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass
 
 PEFT_PREFIX = "base_model.model."
@@ -154,7 +154,7 @@ def _ending(end: str) -> re.Pattern[str]:
     return re.compile(rf"(?P<module>.+)\.{re.escape(stem)}{adapter}{rest}", re.DOTALL)
 
 
-def choose_rule(modules: Collection[str], layers: Collection[str]) -> NameRule:
+def choose_rule(modules: Collection[str], layers: Container[str]) -> NameRule:
     """The rule under which most modules name a layer; the first of the table among equals."""
     return max(RULES, key=lambda rule: sum(rule.to_base(name) in layers for name in modules))
 

@@ -7,10 +7,14 @@ from typing import Any, Protocol
 import torch
 
 from ..linear.branching import Place
+from ..linear.experts.layer import ExpertsLinear
 from ..linear.routed import RoutedLinear
+from ..linear.router import RouterPlace
 from .branch import LayerBranch
 from .embedding import EmbeddingPlace
+from .experts import ExpertsBranch
 from .norm import NormBranch, NormPlace
+from .router import RouterBranch
 from .slots import SlotClasses
 
 
@@ -37,7 +41,7 @@ def make_branch(
     """An empty branch for `place`, which the caller attaches to it.
 
     Args:
-        place: a linear, an embedding or a norm of the registry.
+        place: a linear, an embedding, a norm, a projection of experts or a router of the registry.
         slots: of the model.
         dtype: of the stacked matrices.
         device: where the slots lie.
@@ -46,5 +50,11 @@ def make_branch(
         return place.new_branch(dtype)
     if isinstance(place, NormPlace):
         return NormBranch(place)
+    if isinstance(place, ExpertsLinear):
+        sizes = place.experts, place.in_features, place.out_features
+        return ExpertsBranch(place.name, slots, *sizes, dtype, device)
+    if isinstance(place, RouterPlace):
+        experts, inputs = place.weight.shape
+        return RouterBranch(place.name, slots, inputs, experts, dtype, device)
     assert isinstance(place, RoutedLinear)
     return LayerBranch(place.name, slots, place.in_features, place.out_features, dtype, device)

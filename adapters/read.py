@@ -15,15 +15,13 @@ from .assemble import assemble
 from .base import BaseFacts, BaseWeights
 from .chat_template import read_chat_template
 from .check import LoadPlan, plan_load
-from .config_file import CONFIG_NAME, ParsedConfig, load_config, parse_config
+from .config_file import ParsedConfig, load_config, parse_config
+from .file_names import CONFIG_NAME, PICKLE_NAME, TENSORS_NAME
 from .findings import Finding, raise_findings
 from .identity import NamedBase, compare_bases
 from .pickle_file import PickleFile
 from .tensor_file import TensorFile, TensorHeader, open_regular, read_exactly
 from .weights import AdapterWeights
-
-TENSORS_NAME = "adapter_model.safetensors"
-PICKLE_NAME = "adapter_model.bin"
 
 # Real ones have a few kilobytes; "all-linear" on a large model spells out a few hundred names.
 _LONGEST_CONFIG = 16 * 2**20

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .base import BaseFacts, Target, TargetEmbedding, TargetLayer
+from .base import BaseFacts, Target, TargetEmbedding, TargetLayer, TargetNorm
 from .findings import Finding, damaged, listing, mismatch, unsupported
 from .names import PEFT_PREFIX, NameRule
 from .patterns import TextEnds
@@ -120,12 +120,14 @@ def _selected(
         return found
     # By the end of the name's text, as PEFT does it, not by its dotted parts.
     ends, below = TextEnds(config.modules_to_save), _below(base.targets)
+    _refuse_experts(ends, base, rule, saved)
     roots: dict[str, list[str]] = {}
     for name in base.modules:
         for entry in ends.of(rule.to_adapter(name)):
             roots.setdefault(entry, []).append(name)
     for entry in dict.fromkeys(config.modules_to_save):
-        inside = [name for root in roots.get(entry, ()) for name in below.get(root, ())]
+        under = (name for root in roots.get(entry, ()) for name in below.get(root, ()))
+        inside = [name for name in under if name not in base.experts]
         found.update(dict.fromkeys(inside, entry))
         if entry not in roots:
             unmatched.append(entry)
@@ -136,6 +138,16 @@ def _selected(
         # PEFT accepts these, and adds names of heads that the model may not have.
         saved.notes.append(f"modules_to_save entries that name no module: {listing(unmatched)}")
     return found
+
+
+def _refuse_experts(ends: TextEnds, base: BaseFacts, rule: NameRule, saved: SavedParts) -> None:
+    """Of experts there are branches, and no weights of an adapter's own."""
+    below = _below(base.experts)
+    kept = [name for name in base.modules if name in below and ends.of(rule.to_adapter(name))]
+    if kept:
+        text = f"modules_to_save keeps modules with experts: {listing(kept)}"
+        remedy = "train the experts with target_parameters"
+        saved.findings.append(unsupported(text, remedy))
 
 
 def _below(targets: Iterable[str]) -> dict[str, list[str]]:
@@ -193,6 +205,8 @@ def _check_shapes(
         if target.has_bias:
             shapes["bias"] = (target.out_features,)
     else:
+        # No weights of experts are an adapter's own: `_refuse_experts`.
+        assert isinstance(target, TargetNorm)
         shapes = {"weight": (target.size,)}
         if target.has_bias:
             shapes["bias"] = (target.size,)

@@ -25,6 +25,8 @@ _LONGEST_NAME = 1024
 def check_sizes(headers: Sequence[TensorHeader], base: BaseFacts) -> list[Finding]:
     """What is beyond any adapter for this model, so that nothing else is worth a look."""
     most = _MOST_SHARED + _MOST_OF_A_MODULE * len(base.modules)
+    # Files may hold both halves of each expert's linears.
+    most += sum(2 * len(t.linears) * t.experts for t in base.experts.values())
     if len(headers) > most:
         text = f"the file holds {len(headers):,} tensors, but an adapter for this model at most "
         return [mismatch(f"{text}{most:,} ({len(base.modules):,} modules)")]

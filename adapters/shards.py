@@ -4,6 +4,7 @@ Outputs split (column-parallel): A whole, the rows of B.  Inputs split (row-para
 of A, B whole; each rank adds B (A_r x_r) to its partial sum, and the ranks' sum is B A x.  Gain and
 rotation of the output are linear, so they act on each partial sum alike; a shift is added by the
 first rank alone.  What embeddings and norms give is whole on every rank, and so are their parts.
+Experts are split one by one: each rank keeps the products of its own.
 
 Whether an adapter can be split is decided from shapes that all ranks see, so they decide alike.
 """
@@ -17,9 +18,11 @@ from types import MappingProxyType
 import torch
 
 from ..core.errors import AdapterUnsupportedError
+from ..linear.experts.layer import ExpertsLinear
+from ..linear.experts.shard import ExpertsShard
 from ..linear.routed import RoutedLayer
 from ..linear.sharded import LinearShard, ShardedLinear
-from .weights import AdapterWeights, LayerWeights, LowRank, RotationFactor
+from .weights import AdapterWeights, ExpertsWeights, LayerWeights, LowRank, RotationFactor
 
 
 def own_share(
@@ -30,22 +33,35 @@ def own_share(
     Args:
         name: of the adapter, for messages.
         weights: of the whole model.
-        layers: the model's linears by full name.
+        layers: the model's linears, and projections of experts, by full name.
 
     Returns:
-        `weights` itself where none of its linears is split.
+        `weights` itself where none of its linears and experts is split.
 
     Raises:
         AdapterUnsupportedError: a rotation mixes what lies on different ranks.
     """
-    shares = dict(weights.layers)
+    shares, experts = dict(weights.layers), dict(weights.experts)
     for place, parts in weights.layers.items():
         layer = layers[place]
         if isinstance(layer, ShardedLinear):
             shares[place] = _share(f"adapter '{name}'", place, parts, layer.shard)
-    if all(shares[place] is parts for place, parts in weights.layers.items()):
+    for place, parts in weights.experts.items():
+        # A router is no layer, and whole on every rank.
+        layer = layers.get(place)
+        if isinstance(layer, ExpertsLinear) and layer.shard is not None:
+            experts[place] = _own_experts(parts, layer.shard)
+    own, whole = {**shares, **experts}, {**weights.layers, **weights.experts}
+    if all(own[place] is parts for place, parts in whole.items()):
         return weights
-    return replace(weights, layers=MappingProxyType(shares))
+    return replace(weights, layers=MappingProxyType(shares), experts=MappingProxyType(experts))
+
+
+def _own_experts(parts: ExpertsWeights, shard: ExpertsShard) -> ExpertsWeights:
+    # A half that all experts share has one entry, and stays.
+    halves = (parts.a, parts.b)
+    a, b = (half if half.shape[0] == 1 else _kept(half, shard.own, 0) for half in halves)
+    return replace(parts, a=a, b=b)
 
 
 def _share(subject: str, place: str, parts: LayerWeights, shard: LinearShard) -> LayerWeights:

@@ -187,7 +187,45 @@ class NormWeights(_Flat):
     bias: torch.Tensor | None = None
 
 
-AnyWeights = LayerWeights | EmbeddingWeights | NormWeights
+@dataclass(frozen=True, eq=False)
+class ExpertsWeights(_Flat):
+    """One adapter's low-rank products on one projection of E experts, K inputs and N outputs each.
+
+    For a row x that expert e computes: `scaling * (x @ a[e].T) @ b[e].T` is added.
+
+    Args:
+        a: `(E, r, K)`, or `(1, r, K)` where all experts share it; float32, float16 or bfloat16, on
+            the CPU.
+        b: `(E, N, r)`, or `(1, N, r)`; all gates before all ups, however the base stores them.
+        scaling: as in `LowRank`.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scaling: float
+
+    @property
+    def rank(self) -> int:
+        """The inner size of each expert's product."""
+        return self.a.shape[1]
+
+    @property
+    def parts(self) -> int:
+        """Of each pair of a token and an expert: a product, and nothing else."""
+        return Part.PLAIN
+
+    @property
+    def reads_raw(self) -> bool:
+        """Whether the raw activation is needed."""
+        return True
+
+    @property
+    def shrink_rank(self) -> int:
+        """The rank: all that is done with the raw activation is a LoRA shrink."""
+        return self.rank
+
+
+AnyWeights = LayerWeights | EmbeddingWeights | NormWeights | ExpertsWeights
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -208,6 +246,7 @@ class AdapterWeights:
         invocation: token ids, from whose last occurrence on it acts; empty: on every token.
         uses_base: it was computed with the base's weights, and is another where those change.
         chat_template: that its folder brings; no part of what it computes.
+        experts: parts by the full name of the projection ("model.layers.0.mlp.experts.down_proj").
     """
 
     source: str
@@ -221,16 +260,18 @@ class AdapterWeights:
     invocation: tuple[int, ...] = ()
     uses_base: bool = False
     chat_template: str | None = None
+    experts: Mapping[str, ExpertsWeights] = field(default_factory=lambda: _NOTHING)
 
     @property
     def modules(self) -> Mapping[str, AnyWeights]:
-        """The parts of linears, embeddings and norms, by full names."""
-        return {**self.layers, **self.embeddings, **self.norms}
+        """The parts of linears, embeddings, norms and projections of experts, by full names."""
+        return {**self.layers, **self.embeddings, **self.norms, **self.experts}
 
     @property
     def rank(self) -> int:
-        """The highest rank of any layer; 0 where no part has one."""
-        return max((weights.rank for weights in self.layers.values()), default=0)
+        """The highest rank of any layer, or of any expert; 0 where no part has one."""
+        both = (*self.layers.values(), *self.experts.values())
+        return max((weights.rank for weights in both), default=0)
 
     @property
     def parameters(self) -> int:
@@ -245,18 +286,22 @@ class AdapterWeights:
     @cached_property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """Every tensor of every part."""
-        groups = (self.layers, self.embeddings, self.norms)
+        groups = (self.layers, self.embeddings, self.norms, self.experts)
         each = (weights for group in groups for weights in group.values())
         return tuple(tensor for weights in each for _, tensor in part_tensors(weights))
 
 
-def effect_note(layers: Mapping[str, LayerWeights]) -> str | None:
+def effect_note(
+    layers: Mapping[str, LayerWeights], experts: Mapping[str, ExpertsWeights] = _NOTHING
+) -> str | None:
     """Say why an adapter of these layers changes nothing; None if it does, or may.
 
     Args:
-        layers: all that it holds: no embedding, no norm.
+        layers: of it.
+        experts: of it; it holds nothing else: no embedding, no norm.
     """
-    products = [weights.low_rank for weights in layers.values() if weights.low_rank is not None]
+    on_linears = [weights.low_rank for weights in layers.values() if weights.low_rank is not None]
+    products = [*on_linears, *experts.values()]
     if not products or any(weights.parts != Part.PLAIN for weights in layers.values()):
         return None
     if all(not torch.count_nonzero(part.b) for part in products):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
@@ -9,17 +10,32 @@ from typer.core import TyperGroup
 
 from .. import __version__
 from ..core.errors import BranchlineError
-from .audit import audit
-from .generate import generate
-from .inspect import inspect
 from .output import note
-from .quantize import quantize
-from .serve import ServeCommand, serve
-from .verify import verify
+
+#: Each of them a module beside this one, with a function of that name.
+COMMANDS = ("audit", "generate", "inspect", "quantize", "serve", "verify")
 
 
 class _Commands(TyperGroup):
-    """Every command's `BranchlineError` becomes one line on stderr and exit code 1."""
+    """Commands are imported when they are asked for, since torch and transformers take seconds.
+
+    Every command's `BranchlineError` becomes one line on stderr and exit code 1.
+    """
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """See click."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """See click."""
+        if cmd_name not in COMMANDS:
+            return None
+        if cmd_name not in self.commands:
+            module = import_module(f".{cmd_name}", __package__)
+            alone = typer.Typer(**_SETTINGS)
+            alone.command(cls=getattr(module, "COMMAND_CLASS", None))(getattr(module, cmd_name))
+            self.commands[cmd_name] = typer.main.get_command(alone)
+        return self.commands[cmd_name]
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -29,20 +45,13 @@ class _Commands(TyperGroup):
             raise typer.Exit(1) from error
 
 
-app = typer.Typer(
-    cls=_Commands,
-    no_args_is_help=True,
-    add_completion=False,
+_SETTINGS: dict[str, Any] = {
+    "add_completion": False,
     # What is no BranchlineError is a bug: it deserves Python's own traceback.
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command()(audit)
-app.command()(generate)
-app.command()(inspect)
-app.command()(quantize)
-app.command(cls=ServeCommand)(serve)
-app.command()(verify)
+    "pretty_exceptions_enable": False,
+    "context_settings": {"help_option_names": ["-h", "--help"]},
+}
+app = typer.Typer(cls=_Commands, no_args_is_help=True, **_SETTINGS)
 
 
 def _print_version(wanted: bool) -> None:

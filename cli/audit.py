@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..serving import WrapConfig
+from ..serving.config import WrapConfig
 from .options import with_settings
 from .output import console, print_json, results_only_on_stdout
 from .session import AdapterOption, CalibrationOption, JsonOption, ModelArgument, Session

@@ -15,7 +15,8 @@ from rich.text import Text
 
 from ..core.errors import BatchError, WrapError
 from ..policies.audit import AuditReport
-from ..serving import ServedModel, WrapConfig
+from ..serving.config import WrapConfig
+from ..serving.model import ServedModel
 from .options import with_settings
 from .output import console, note, print_json, results_only_on_stdout
 from .prompts import BASE, SYNTAX, Row, encode, parse_rows

@@ -133,10 +133,13 @@ def _print_quantization(summary: QuantSummary, out: Console) -> None:
 def _print_linears(linears: Iterable[LinearSummary], out: Console) -> None:
     _line(out, "unquantised; what wrapping or `quantize` could quantise:")
     table = Table("linears", _right("N x K"), _right("weights"), "left as they are", box=None)
-    for name, alike in _alike(linears, attrgetter("name"), attrgetter("shape", "left")):
-        rows, columns = alike[0].shape
-        weights = f"{len(alike) * rows * columns:,}"
-        table.add_row(Text(name), f"{rows} x {columns}", weights, Text(alike[0].left or ""))
+    for name, alike in _alike(linears, attrgetter("name"), attrgetter("shape", "left", "experts")):
+        (rows, columns), experts = alike[0].shape, alike[0].experts
+        weights = f"{len(alike) * max(experts, 1) * rows * columns:,}"
+        each = f", of {experts} experts each" if experts else ""
+        table.add_row(
+            Text(f"{name}{each}"), f"{rows} x {columns}", weights, Text(alike[0].left or "")
+        )
     out.print(table)
 
 

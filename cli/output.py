@@ -10,7 +10,6 @@ from contextlib import contextmanager, redirect_stdout
 
 import typer
 from rich.console import Console
-from transformers.utils import logging
 
 _PIPE_WIDTH = 140
 
@@ -41,9 +40,12 @@ def results_only_on_stdout() -> Iterator[None]:
 
 
 def quiet_libraries() -> None:
-    """No progress bars, log lines and warnings of libraries, which nobody here can act on."""
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    """No progress bars, log lines and warnings of libraries, which nobody here can act on.
+
+    To be called before any of them is imported.
+    """
+    # By their variables: importing them takes longer than many a command.
+    os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
     # -W and PYTHONWARNINGS are a wish to see them.
     if not sys.warnoptions:
         warnings.simplefilter("ignore")

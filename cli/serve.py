@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand
 
 from ..core.errors import ConfigError
-from ..serving import WrapConfig
+from ..serving.config import WrapConfig
 from ..serving.config_layers import layered
 from ..serving.serve_config import EngineConfig, ServeConfig
 from .options import flag_name, with_flags
@@ -22,6 +22,47 @@ if TYPE_CHECKING:
     from ..serving.http.start import LoadedModel, Loader
 
 _MODULE_FLAGS = ("--lora-modules", "--adapter")
+
+# Flags of vLLM that there are not here, behind why they are not needed, or what to use.
+_NOT_HERE = {
+    "a server does not split a model over GPUs (the library serves one that transformers has "
+    "split); for more copies of it use --ray --ray-replicas N": "--tensor-parallel-size -tp "
+    "--pipeline-parallel-size -pp --enable-expert-parallel",
+    "for more copies of the model use --ray --ray-replicas N": "--data-parallel-size -dp "
+    "--distributed-executor-backend --api-server-count",
+    "the cache is sized by --kv-cache-memory-bytes or --num-gpu-blocks-override": (
+        "--gpu-memory-utilization"
+    ),
+    "requests that lose their blocks are computed anew; leave it out": "--swap-space",
+    "weights stay where they are loaded; --quant makes them smaller": "--cpu-offload-gb",
+    "keys and values are kept in the model's dtype; leave it out": "--kv-cache-dtype",
+    "the dtype is the checkpoint's, and --quant says what linears consume": "--dtype",
+    "use --quant; a checkpoint that is quantised already needs no flag": "--quantization -q",
+    "name the folder without a flag: branchline serve MODEL": "--model",
+    "MODEL is a folder of this machine, and is read as it lies there": "--load-format "
+    "--config-format --revision --code-revision --tokenizer-revision --download-dir --tokenizer "
+    "--tokenizer-mode --hf-overrides --hf-token --hf-config-path",
+    "sampling begins with the folder's generation_config.json; leave it out": "--generation-config",
+    "nothing is compiled or captured; leave it out": "--enforce-eager --compilation-config "
+    "--max-seq-len-to-capture --cuda-graph-sizes",
+    "long prompts are fed in pieces of --max-num-batched-tokens": "--enable-chunked-prefill "
+    "--no-enable-chunked-prefill --max-num-partial-prefills",
+    "adapters take turns, by --adapter-turn-steps": "--scheduling-policy",
+    "every step is scheduled, and makes one token an answer; leave it out": "--num-scheduler-steps "
+    "--speculative-config",
+    "an adapter lies whole in its slot; leave it out": "--fully-sharded-loras "
+    "--lora-extra-vocab-size --long-lora-scaling-factors",
+    "use --log-level; at warning, requests are not logged": "--disable-log-requests "
+    "--enable-log-requests --uvicorn-log-level",
+    "statistics are at /metrics, and are not logged; leave it out": "--disable-log-stats",
+    "answers are text, and calls in them are for the client to read": "--enable-auto-tool-choice "
+    "--tool-call-parser --reasoning-parser",
+    "the server speaks plain HTTP; put a proxy that ends TLS before it": "--ssl-keyfile "
+    "--ssl-certfile --ssl-ca-certs --ssl-cert-reqs",
+    "models are served that read text alone": "--limit-mm-per-prompt --mm-processor-kwargs",
+    "what a model can do is read from its class; leave it out": "--task --runner",
+}
+_FLAGS_OF_VLLM = {flag: reason for reason, flags in _NOT_HERE.items() for flag in flags.split()}
 
 ConfigOption = Annotated[
     Path | None,
@@ -48,7 +89,21 @@ class ServeCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """See click."""
+        _refuse_flags_of_vllm(args)
         return super().parse_args(ctx, list(_one_flag_each(args)))
+
+
+def _refuse_flags_of_vllm(arguments: Iterable[str]) -> None:
+    """Say of a flag that vLLM has why it is not needed here, or what to use."""
+    for argument in arguments:
+        flag = argument.partition("=")[0]
+        reason = _FLAGS_OF_VLLM.get(flag.replace("_", "-"))
+        if reason is not None:
+            raise typer.BadParameter(f"is a flag of vLLM's: {reason}", param_hint=flag)
+
+
+#: What `serve` is made with.
+COMMAND_CLASS = ServeCommand
 
 
 def _one_flag_each(arguments: Iterable[str]) -> Iterator[str]:
@@ -122,6 +177,7 @@ def serve(
 def _loader(model: Path, settings: ServeConfig, adapters: list[NamedSource]) -> Loader:
     say = logging.getLogger("branchline.start").info
     session = Session(model, adapters, settings.calibration, settings, say)
+    session.check_adapters()
     return partial(_load, session)
 
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..serving import ServedModel, WrapConfig, wrap
-from ..serving.config import Quant
-from ..serving.load import load_model, load_tokenizer
-from .calibration import calibration_data
+from ..adapters.sources import AdapterSource, LocalSource
+from ..adapters.sources.local import not_found
+from ..serving.config import Quant, WrapConfig
 from .output import note
 from .prompts import BASE
+
+if TYPE_CHECKING:
+    from ..serving.model import ServedModel
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,30 @@ class Session:
     @cached_property
     def tokenizer(self) -> Any:
         """The model's; loaded when first asked for."""
+        from ..serving.load import load_tokenizer
+
         return load_tokenizer(self.folder)
+
+    def check_adapters(self) -> None:
+        """Refuse paths of this machine where no adapter lies, before a model is loaded for them.
+
+        Raises:
+            AdapterSourceError: one is no source.
+            AdapterNotFoundError: there is no such folder or archive.
+            AdapterFormatError: a folder without an adapter_config.json that can be read.
+        """
+        for adapter in self.adapters:
+            source = AdapterSource.parse(adapter.source)
+            if not isinstance(source, LocalSource):
+                continue
+            if not os.path.exists(source.path):
+                raise not_found(source)
+            # An archive is unpacked when it is loaded.
+            if os.path.isdir(source.path):
+                # transformers and PEFT come with it.
+                from ..adapters.read import read_raw_config
+
+                read_raw_config(Path(source.path), f"adapter {source.label!r}")
 
     def serve(self) -> ServedModel:
         """Load and wrap the model, then load the adapters.
@@ -119,21 +145,18 @@ class Session:
         Raises:
             BranchlineError: something does not fit.
         """
+        self.check_adapters()
         self.say(f"loading {self.folder}")
+        from ..serving.load import load_model
+        from ..serving.wrap import wrap
+        from .calibration import calibration_data
+
         model = load_model(self.folder)
         calibration = None
         if self._static:
             calibration = calibration_data(self.calibration, lambda: self.tokenizer, self.say)
         self.say(f"wrapping {type(model).__name__}")
-        # Unset settings stay unset, for `wrap` refuses one that is set and would have no effect;
-        # but a server has a few defaults of its own.
-        settings = {
-            name: value
-            for name, field in WrapConfig.model_fields.items()
-            if (value := getattr(self.settings, name)) != field.default
-            or name in self.settings.model_fields_set
-        }
-        served = wrap(model, calibration=calibration, **settings)
+        served = wrap(model, calibration=calibration, **self.settings.for_wrap)
         for adapter in self.adapters:
             info = served.adapters.load(adapter.name, adapter.source)
             self.say(f"loaded adapter {info.name} (rank {info.rank}, {info.modules} modules)")

@@ -20,7 +20,7 @@ import torch
 
 from .errors import ConfigError
 
-ABI_VERSION = 10
+ABI_VERSION = 13
 ISA_VARIABLE = "BRANCHLINE_NATIVE_ISA"
 _ISAS = ("scalar", "avx2", "avx512")
 
@@ -93,6 +93,7 @@ class ActivationSource(ctypes.Structure):
         ("table", _PTR),
         ("code_table", _PTR),
         ("up_limit", _F64),
+        ("up_offset", _F64),
     )
 
 
@@ -167,6 +168,7 @@ class Matmul(ctypes.Structure):
         ("x", _PTR),
         ("x_kind", _I64),
         ("x_stride", _I64),
+        ("x_rows", _PTR),
         ("x_scale", _PTR),
         ("x_scale_stride", _I64),
         ("x_group", _I64),
@@ -180,6 +182,63 @@ class Matmul(ctypes.Structure):
         ("out", _PTR),
         ("out_bf16", _I64),
         ("out_stride", _I64),
+    )
+
+
+@functools.cache
+def matmul_packer(number: int) -> Callable[..., bytes]:
+    """Packs the fields of an array of `number` struct bl_matmul, one after the other.
+
+    Packing takes a fraction of the time of ctypes structures, and there is a call for every linear.
+    """
+    return struct.Struct(f"{len(Matmul._fields_) * number}q").pack
+
+
+class GroupedMatmul(ctypes.Structure):
+    """struct bl_grouped_matmul."""
+
+    _fields_ = (
+        ("each", Matmul),
+        ("experts", _I64),
+        ("offsets", _PTR),
+        ("weight_bytes", _I64),
+        ("weight_scale_stride", _I64),
+        ("bias_stride", _I64),
+    )
+
+
+class SortedPairs(ctypes.Structure):
+    """struct bl_pairs."""
+
+    _fields_ = (
+        ("index", _PTR),
+        ("index_bytes", _I64),
+        ("tokens", _I64),
+        ("top_k", _I64),
+        ("experts", _I64),
+        ("order", _PTR),
+        ("token", _PTR),
+        ("position", _PTR),
+        ("expert", _PTR),
+        ("offsets", _PTR),
+        ("absent", _I64),
+    )
+
+
+class Combine(ctypes.Structure):
+    """struct bl_combine."""
+
+    _fields_ = (
+        ("tokens", _I64),
+        ("top_k", _I64),
+        ("columns", _I64),
+        ("x", _PTR),
+        ("x_dtype", _I64),
+        ("weight", _PTR),
+        ("weight_dtype", _I64),
+        ("position", _PTR),
+        ("computed", _PTR),
+        ("out", _PTR),
     )
 
 
@@ -248,6 +307,10 @@ def low_rank_call(
     )
 
 
+#: Packs the fields of struct bl_attention, in their order.
+pack_attention = struct.Struct("25q2d").pack
+
+
 class Magnitude(ctypes.Structure):
     """struct bl_magnitude."""
 
@@ -263,9 +326,13 @@ _OUTPUT = ctypes.POINTER(Output)
 _SIGNATURES: dict[str, tuple[list[Any], Any]] = {
     "bl_activation": ([ctypes.POINTER(ActivationSource), _OUTPUT, _I64, _I64, _INT], _INT),
     "bl_norm": ([ctypes.POINTER(NormSource), _OUTPUT, _I64, _I64, _INT], _INT),
-    "bl_matmul": ([ctypes.POINTER(Matmul), _I64, _INT], _INT),
+    "bl_matmul": ([ctypes.c_char_p, _I64, _INT], _INT),
     "bl_low_rank": ([ctypes.c_char_p, _I64, _I64, _INT], _INT),
     "bl_magnitudes": ([_PTR, _I64], None),
+    "bl_grouped_matmul": ([ctypes.POINTER(GroupedMatmul), _INT], _INT),
+    "bl_pairs": ([ctypes.POINTER(SortedPairs)], _INT),
+    "bl_combine": ([ctypes.POINTER(Combine), _INT], None),
+    "bl_attention": ([ctypes.c_char_p, _INT], _INT),
     "bl_fp8_decode": ([_PTR, _I64, _PTR, _I64, _I64, _I64, _INT], None),
 }
 

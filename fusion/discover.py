@@ -18,8 +18,10 @@ from ..linear.experts.layer import ExpertsLinear
 from ..linear.hooks import hooks_suspended, unwatch_hooks
 from ..linear.registry import LayerRegistry, SharedInput
 from ..linear.routed import RoutedLinear
+from ..linear.router import holds_router, products
 from .experts import ExpertsSite, RoutedExperts
-from .identify import PROBE_ERRORS, identify_activation, identify_norm, same_bytes
+from .identify import PROBE_ERRORS, identify_norm, same_bytes
+from .identify.alike import Proofs
 from .raw import compute_raw
 from .record import Reading, Recording, masked_readers, record, row_layouts
 from .site import Site, SiteFacts
@@ -45,6 +47,8 @@ class Discovery:
         uninstall: undoes `install`.
         row_layouts: by module, where its input keeps the batch's rows: of linears, and of other
             modules with weights and without children that take one tensor.
+        routers: names of modules that multiply with a weight of their own once a forward, as
+            routers do.
     """
 
     sites: tuple[Site, ...]
@@ -52,6 +56,7 @@ class Discovery:
     install: Callable[[], None]
     uninstall: Callable[[], None]
     row_layouts: Mapping[str, RowLayout]
+    routers: frozenset[str] = frozenset()
 
 
 class _Discoverer:
@@ -69,7 +74,9 @@ class _Discoverer:
         self.names = {id(module): name for name, module in model.named_modules()}
         self.sites: list[Site] = []
         self.reasons: dict[str, str] = {}
+        self.proofs = Proofs()
         self.replacements: list[tuple[nn.Module, Callable[..., Any]]] = []
+        self.between: list[tuple[RoutedExperts, ExpertsSite]] = []
 
     def add_site(
         self, facts: SiteFacts, layers: tuple[RoutedLinear, ...], raw: Any, observed: Any
@@ -142,9 +149,7 @@ class _Discoverer:
 
     def _activation_site(self, parent: str, cone: Cone) -> tuple[Cone, Site, list[fx.Node]]:
         layer = cone.consumers[0]
-        finding, order = identify_activation(
-            cone.function.forward, len(cone.inputs), layer.dtype, layer.device, cone.numbers
-        )
+        finding, order = self.proofs.of(cone, layer)
         semantics = finding.semantics
         facts = SiteFacts(
             name=f"{parent}.{_activation_name(semantics, cone)}".lstrip("."),
@@ -167,7 +172,8 @@ class _Discoverer:
         for module in self.model.modules():
             if isinstance(module, RoutedExperts):
                 up, down = module.up, module.down
-                module.make_site(partial(self._add_experts_site, down, module.gate.modules))
+                site = module.make_site(partial(self._add_experts_site, down, module.gate.modules))
+                self.between.append((module, site))
                 self.reasons[up.name] = f"its router reads the input of {module.name} raw as well"
 
     def _add_experts_site(
@@ -237,11 +243,29 @@ class _Discoverer:
 
     def discovery(self) -> Discovery:
         unsited = tuple(Unsited(layer, reason) for layer, reason in self.reasons.items())
-        return Discovery(tuple(self.sites), unsited, self._install, self._uninstall, self.layouts)
+        return Discovery(
+            tuple(self.sites),
+            unsited,
+            self._install,
+            self._uninstall,
+            self.layouts,
+            self._routers(),
+        )
+
+    def _routers(self) -> frozenset[str]:
+        held = {n: m for n, m in self.model.named_modules() if holds_router(m)}
+        calls = {name: self.recording.calls.get(name, []) for name in held}
+        return frozenset(
+            name
+            for name, module in held.items()
+            if len(calls[name]) == 1 and products(module, *calls[name][0]) == 1
+        )
 
     def _install(self) -> None:
         for module, forward in self.replacements:
             vars(module)["forward"] = forward
+        for experts, site in self.between:
+            experts.place(site)
         for site in self.sites:
             for name, module in site.observed.items():
                 self.registry.watch(module, name)
@@ -253,6 +277,8 @@ class _Discoverer:
     def _uninstall(self) -> None:
         for module, _ in self.replacements:
             vars(module).pop("forward", None)
+        for experts, _ in self.between:
+            experts.place(None)
         for site in self.sites:
             for module in site.observed.values():
                 unwatch_hooks(module)
@@ -401,7 +427,7 @@ def _discover(
                 reading.others += others
     found = _Discoverer(model, registry, recording, layouts)
     for layer in registry:
-        ran = layer.name.rpartition(".")[0] if isinstance(layer, ExpertsLinear) else layer.name
+        ran = layer.experts_name if isinstance(layer, ExpertsLinear) else layer.name
         layer.row_layout = layouts.get(ran, RowLayout.UNKNOWN)
         if ran not in recording.inputs:
             found.reasons[layer.name] = "it did not run in the recorded forward"

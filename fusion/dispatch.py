@@ -67,14 +67,19 @@ class Emitted(NamedTuple):
 
 
 def activation_semantics(
-    activation: str, gated: bool, limit: float | None, multiplier: float | None
+    activation: str,
+    gated: bool,
+    limit: float | None,
+    multiplier: float | None,
+    up_offset: float | None,
 ) -> ActivationSemantics:
     """The semantics of an activation op.
 
     Raises:
-        ConfigError: an unknown activation, or a parameter that is not finite.
+        ConfigError: an unknown activation, a parameter that is not finite, or an offset without an
+            `up`.
     """
-    semantics = ActivationSemantics(activation, gated, limit, multiplier)
+    semantics = ActivationSemantics(activation, gated, limit, multiplier, up_offset)
     if activation not in ACTIVATIONS and not semantics.custom:
         raise ConfigError(
             f"activation {activation!r}",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,8 +16,9 @@ from ..linear import ops
 from ..linear.branching import BatchSource
 from ..linear.experts.form import ExpertsForm
 from ..linear.experts.layer import ExpertsLinear
-from ..linear.experts.pairs import Pairs, combine
+from ..linear.experts.pairs import Pairs
 from ..linear.experts.rows import PairRows
+from ..linear.experts.shard import ExpertsShard
 from ..linear.hooks import hook_names
 from ..linear.outputs import RawRequest
 from ..linear.parts import READS_RAW
@@ -27,6 +27,10 @@ from .identify.finding import Finding
 from .producers.base import Emission
 from .raw import compute_raw
 from .site import Site, SiteFacts
+from .trace import Settings
+
+#: What transformers calls the norm behind the second projection.
+_POST_NORM = "post_expert_norm"
 
 
 class ExpertsSite(Site):
@@ -42,9 +46,10 @@ class ExpertsSite(Site):
         if plan.routes[self.index] == Route.UNFUSED or not len(rows.pairs):
             self.counters.count(Route.UNFUSED)
             return self.compute_raw(*inputs)
-        return self.produce_emission(rows.batch, self._emission_of(rows), inputs)
+        return self.produce_emission(rows.batch, self.emission_of(rows), inputs)
 
-    def _emission_of(self, rows: PairRows) -> Emission:
+    def emission_of(self, rows: PairRows) -> Emission:
+        """What this site emits for these pairs."""
         (down,) = self.layers
         plan, index = rows.batch.plan, down.index
         route = Route(plan.routes[self.index])
@@ -62,39 +67,43 @@ class ExpertsSite(Site):
         return Emission(self.contract, route, name, shrinks=(request,))
 
 
-@dataclass(frozen=True, eq=False)
 class Gate:
     """What lies between the projections, by the model's own code.
 
-    Attributes:
+    Args:
         original: the model's experts.
         form: how they compute.
+
+    Attributes:
+        modules: what it calls, by its name in the experts.
     """
 
-    original: Any
-    form: ExpertsForm
+    def __init__(self, original: Any, form: ExpertsForm) -> None:
+        self._original = original
+        self._form = form
+        outside = {_POST_NORM} if form.post_norm else set()
+        self.modules: dict[str, nn.Module] = {
+            name: child for name, child in original.named_children() if name not in outside
+        }
+        self._settings = tuple(Settings(part) for part in (original, *self.modules.values()))
+        self._code = self._own_code()
 
     def __call__(self, out: torch.Tensor) -> torch.Tensor:
         """(P, N) of the first projection, gates before ups, to (P, I)."""
-        if not self.form.gated:
-            return self.original.act_fn(out)
-        if self.form.interleaved:
+        if not self._form.gated:
+            return self._original.act_fn(out)
+        if self._form.interleaved:
             out = torch.stack(out.chunk(2, -1), -1).flatten(-2)
-        return self.original._apply_gate(out)
+        return self._original._apply_gate(out)
 
     def of_two(self, *inputs: torch.Tensor) -> torch.Tensor:
         """The same of (gate, up) or (x,), of any leading dimensions."""
         return self(torch.cat(inputs, -1))
 
-    @property
-    def modules(self) -> dict[str, nn.Module]:
-        """What it calls, by its name in the experts."""
-        return dict(self.original.named_children())
-
     def identified(self, dtype: torch.dtype, device: torch.device) -> Finding:
         """What it computes, proved on probes."""
-        arity = 2 if self.form.gated else 1
-        parts = (self.original, *self.modules.values())
+        arity = 2 if self._form.gated else 1
+        parts = (self._original, *self.modules.values())
         numbers = [
             float(value)
             for part in parts
@@ -105,6 +114,25 @@ class Gate:
         if finding.semantics is not None and order != tuple(range(arity)):
             return Finding(None, "its gates lie where ups do in other experts")
         return finding
+
+    def change(self) -> str:
+        """What is no longer as it was when it was identified; empty where all is."""
+        held = self._original._modules
+        for name, module in self.modules.items():
+            if held.get(name) is not module:
+                return f"{name} was replaced after wrapping"
+            if hook_names(module):
+                return f"{name} carries a foreign hook"
+        if any(was is not now for was, now in zip(self._code, self._own_code(), strict=True)):
+            return "the code between the projections was patched after wrapping"
+        if not all(settings.hold() for settings in self._settings):
+            return "the settings of the experts were changed after wrapping"
+        return ""
+
+    def _own_code(self) -> tuple[object, ...]:
+        """Functions that were put onto the objects, and not on their classes."""
+        forwards = (vars(module).get("forward") for module in self.modules.values())
+        return (vars(self._original).get("_apply_gate"), *forwards)
 
 
 class RoutedExperts(nn.Module):
@@ -118,7 +146,7 @@ class RoutedExperts(nn.Module):
         original: the model's own module: the norm after the experts is its.
         gate: what lies between.
         source: answers for the batch in flight.
-        partial: some experts are on other ranks; the router says so by numbers beyond [0, E).
+        shard: which experts are here, where others are on other ranks; None where all are.
     """
 
     def __init__(
@@ -130,21 +158,46 @@ class RoutedExperts(nn.Module):
         original: nn.Module,
         source: BatchSource,
         *,
-        partial: bool = False,
+        shard: ExpertsShard | None = None,
     ) -> None:
         super().__init__()
         self.name = name
         self.form = form
         self.add_module(form.up_name, up)
         self.add_module(form.down_name, down)
+        # What the model's own code calls keeps its names, and so do hooks on it.
+        for child_name, child in original.named_children():
+            self.add_module(child_name, child)
         self.gate = Gate(original, form)
-        self.partial = partial
+        self.shard = shard
         # In tuples, so that they do not become children.
         self._projections = (up, down)
         self._original: tuple[Any] = (original,)
         self._source = source
         self._site: tuple[ExpertsSite | None] = (None,)
         self.handle = ops.register(self)
+
+    def __getattr__(self, name: str) -> Any:
+        """What model code reads of its experts, such as a limit, is the original's."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            original = vars(self).get("_original")
+            if original is None or name.startswith("__"):
+                raise
+            return getattr(original[0], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What is changed of the original's settings and modules is changed there."""
+        held = vars(self).get("_original")
+        original = None if held is None else held[0]
+        own = name in vars(self) or hasattr(type(self), name)
+        if original is None or own or not hasattr(original, name):
+            super().__setattr__(name, value)
+            return
+        if name in self._modules:
+            super().__setattr__(name, value)
+        setattr(original, name, value)
 
     @property
     def up(self) -> ExpertsLinear:
@@ -168,13 +221,17 @@ class RoutedExperts(nn.Module):
 
     @property
     def site(self) -> ExpertsSite | None:
-        """The activation between the projections, once it was identified."""
+        """The activation between the projections, once it was put in place."""
         return self._site[0]
+
+    def place(self, site: ExpertsSite | None) -> None:
+        """Let `site` compute the activation; None for the model's own code."""
+        self._site = (site,)
 
     def make_site(
         self, add: Callable[[SiteFacts, Callable[..., torch.Tensor] | None], ExpertsSite]
-    ) -> None:
-        """Identify the activation; `add` enters its site.
+    ) -> ExpertsSite:
+        """Identify the activation; `add` enters its site, which is not put in place yet.
 
         The model's own code stays in place where what it computes is not known.
         """
@@ -191,7 +248,7 @@ class RoutedExperts(nn.Module):
             dtype=down.dtype,
             consumers=(down.name,),
         )
-        self._site = (add(facts, partial(compute_raw, semantics) if known else None),)
+        return add(facts, partial(compute_raw, semantics) if known else None)
 
     def forward(
         self,
@@ -218,23 +275,29 @@ class RoutedExperts(nn.Module):
     ) -> torch.Tensor:
         """The forward outside of a compiled graph."""
         flat = hidden_states.reshape(-1, hidden_states.shape[-1])
-        pairs = Pairs.of(index, self.form.experts, partial=self.partial)
+        shard = self.shard
+        if shard is not None:
+            index = shard.local(index)
+        pairs = Pairs.of(index, self.form.experts, partial=shard is not None)
         rows = PairRows.of(
             self._source.current_batch(), pairs, flat.shape, f"experts '{self.name}'"
         )
         out = self.down(self._between(self.up(flat, rows), rows), rows)
         if self.form.post_norm:
-            out = self.original.post_expert_norm(out)
-        total = combine(out, weights, pairs)
+            out = getattr(self.original, _POST_NORM)(out)
+        total = self.down.combine(out, weights, pairs)
+        if shard is not None:
+            total = shard.joined(total)
         return total.to(hidden_states.dtype).view(hidden_states.shape)
 
     def _between(self, out: torch.Tensor, rows: PairRows) -> torch.Tensor | QuantizedActivation:
         site = self.site
         if site is None or site.facts.semantics is None:
             return self.gate(out)
-        hooked = next((name for name, m in self.gate.modules.items() if hook_names(m)), None)
-        if hooked is not None:
-            site.counters.fall_back(f"{hooked} carries a foreign hook")
+        change = self.gate.change()
+        if change:
+            # The linears of a module are fed raw then, which is always right.
+            site.counters.fall_back(change)
             site.counters.count(Route.UNFUSED)
             return self.gate(out)
         inputs = out.chunk(2, -1) if self.form.gated else (out,)

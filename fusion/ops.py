@@ -57,6 +57,7 @@ def act_quant(
     global_scale: torch.Tensor | None = None,
     limit: float | None = None,
     multiplier: float | None = None,
+    up_offset: float | None = None,
 ) -> Quantized:
     """``act(gate)``, or ``act(gate) * up``, quantised.
 
@@ -69,9 +70,12 @@ def act_quant(
         global_scale: float32 (1,), for a key that has one.
         limit: as in `ActivationSemantics`.
         multiplier: as in `ActivationSemantics`.
+        up_offset: as in `ActivationSemantics`.
     """
     return Quantized(
-        *_act_quant(gate, up, static_scale, global_scale, activation, limit, multiplier, key)
+        *_act_quant(
+            gate, up, static_scale, global_scale, activation, limit, multiplier, key, up_offset
+        )
     )
 
 
@@ -86,6 +90,7 @@ def act_quant_dual(
     global_scale: torch.Tensor | None = None,
     limit: float | None = None,
     multiplier: float | None = None,
+    up_offset: float | None = None,
 ) -> DualQuantized:
     """`act_quant` with the raw activation beside.
 
@@ -98,9 +103,10 @@ def act_quant_dual(
     """
     return DualQuantized(
         *_act_quant_dual(
-            gate, up, static_scale, global_scale, activation, limit, multiplier, key, rows
+            gate, up, static_scale, global_scale, activation, limit, multiplier, key, rows,
+            up_offset,
         )
-    )
+    )  # fmt: skip
 
 
 def act_quant_absorbed(
@@ -116,6 +122,7 @@ def act_quant_absorbed(
     global_scale: torch.Tensor | None = None,
     limit: float | None = None,
     multiplier: float | None = None,
+    up_offset: float | None = None,
 ) -> AbsorbedQuantized:
     """`act_quant` with the product of each row and its request's A beside, for each consumer.
 
@@ -130,11 +137,12 @@ def act_quant_absorbed(
     return AbsorbedQuantized(
         *_act_quant_absorbed(
             gate, up, static_scale, global_scale, activation, limit, multiplier, key,
-            list(a), list(ranks), list(slots),
+            list(a), list(ranks), list(slots), up_offset,
         )
     )  # fmt: skip
 
 
+# The offset comes last and has a default, so that graphs exported before there was one still load.
 def _activation(
     gate: torch.Tensor,
     up: torch.Tensor | None,
@@ -143,8 +151,11 @@ def _activation(
     limit: float | None,
     multiplier: float | None,
     key: str,
+    up_offset: float | None,
 ) -> tuple[ActivationSemantics, _Tensors, QuantKey]:
-    semantics = dispatch.activation_semantics(activation, up is not None, limit, multiplier)
+    semantics = dispatch.activation_semantics(
+        activation, up is not None, limit, multiplier, up_offset
+    )
     parsed, named = parse_key(key), {"gate": gate}
     if up is not None:
         named["up"] = up
@@ -162,17 +173,18 @@ def _act_quant(
     limit: float | None,
     multiplier: float | None,
     key: str,
+    up_offset: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     scales = Scales(static_scale, global_scale)
-    call = _activation(gate, up, scales, activation, limit, multiplier, key)
+    call = _activation(gate, up, scales, activation, limit, multiplier, key, up_offset)
     made = dispatch.emit(*call, scales)
     return made.codes, made.scale
 
 
 @_act_quant.register_fake
-def _(gate, up, static_scale, global_scale, activation, limit, multiplier, key):
+def _(gate, up, static_scale, global_scale, activation, limit, multiplier, key, up_offset=None):
     scales = Scales(static_scale, global_scale)
-    *_, parsed = _activation(gate, up, scales, activation, limit, multiplier, key)
+    *_, parsed = _activation(gate, up, scales, activation, limit, multiplier, key, up_offset)
     return dispatch.room(gate, parsed)
 
 
@@ -187,18 +199,21 @@ def _act_quant_dual(
     multiplier: float | None,
     key: str,
     rows: torch.Tensor | None,
+    up_offset: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     scales = Scales(static_scale, global_scale)
-    call = _activation(gate, up, scales, activation, limit, multiplier, key)
+    call = _activation(gate, up, scales, activation, limit, multiplier, key, up_offset)
     made = dispatch.emit(*call, scales, Route.DUAL, raw=dispatch.raw_request(rows, gate))
     assert made.raw is not None
     return made.codes, made.scale, made.raw
 
 
 @_act_quant_dual.register_fake
-def _(gate, up, static_scale, global_scale, activation, limit, multiplier, key, rows):
+def _(
+    gate, up, static_scale, global_scale, activation, limit, multiplier, key, rows, up_offset=None
+):
     scales = Scales(static_scale, global_scale)
-    *_, parsed = _activation(gate, up, scales, activation, limit, multiplier, key)
+    *_, parsed = _activation(gate, up, scales, activation, limit, multiplier, key, up_offset)
     return *dispatch.room(gate, parsed), gate.new_empty(tuple(gate.shape))
 
 
@@ -215,18 +230,22 @@ def _act_quant_absorbed(
     a: list[torch.Tensor],
     ranks: list[torch.Tensor],
     slots: list[torch.Tensor],
+    up_offset: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     scales = Scales(static_scale, global_scale)
-    call = _activation(gate, up, scales, activation, limit, multiplier, key)
+    call = _activation(gate, up, scales, activation, limit, multiplier, key, up_offset)
     shrinks = dispatch.shrinks_of(gate, a, ranks, slots)
     made = dispatch.emit(*call, scales, Route.ABSORBED, shrinks=shrinks)
     return made.codes, made.scale, made.shrunk
 
 
 @_act_quant_absorbed.register_fake
-def _(gate, up, static_scale, global_scale, activation, limit, multiplier, key, a, ranks, slots):
+def _(
+    gate, up, static_scale, global_scale, activation, limit, multiplier, key, a, ranks, slots,
+    up_offset=None,
+):  # fmt: skip
     scales = Scales(static_scale, global_scale)
-    *_, parsed = _activation(gate, up, scales, activation, limit, multiplier, key)
+    *_, parsed = _activation(gate, up, scales, activation, limit, multiplier, key, up_offset)
     return *dispatch.room(gate, parsed), dispatch.shrunk_room(gate, a)
 
 

@@ -16,12 +16,16 @@ from ..core.quantized_activation import QuantizedActivation, RawOutput
 from ..core.route import Route
 from ..linear.batch import Batch
 from ..linear.branching import BranchInput, BranchRows, RowLayout
+from ..linear.experts.layer import ExpertsLinear
+from ..linear.experts.pairs import Pairs
+from ..linear.experts.rows import PairRows
 from ..linear.outputs import RawRequest, Shrink
 from ..linear.parts import READS_RAW
 from ..linear.probing import probing
 from ..linear.quantizers import quantize_input
-from ..linear.routed import RoutedLayer
+from ..linear.routed import RoutedLayer, RoutedLinear
 from ..linear.shrink import shrink
+from .experts import ExpertsSite
 from .producers.base import Emission
 from .site import Site
 from .verify.compare import Found, same_bits, within_rounding
@@ -35,6 +39,8 @@ _OUTLIER_COLUMNS = 61
 _EXPONENTS = range(-8, 11)
 #: The code of +-448 without its sign.
 _LARGEST_E4M3 = 0x7E
+#: How many experts each made-up token chooses, where there are as many.
+_CHOICES = 2
 
 
 @dataclass(frozen=True)
@@ -163,6 +169,18 @@ def probe_shape(site: Site, batch: Batch, rows: int) -> tuple[int, ...]:
     return (batch.rows, rows)
 
 
+def probe_pairs(site: ExpertsSite, batch: Batch, rows: int) -> PairRows:
+    """Pairs of tokens of `batch`, `rows` of each of its requests, and of all experts in turn."""
+    (down,) = site.layers
+    assert isinstance(down, ExpertsLinear)
+    tokens = rows * (1 if batch.rows is None else batch.rows)
+    if batch.packed:
+        tokens = batch.rows or 0
+    choices = torch.arange(min(_CHOICES, down.experts), device=down.device)
+    token = torch.arange(tokens, device=down.device).unsqueeze(1)
+    return PairRows(batch, Pairs.of((token + choices) % down.experts, down.experts))
+
+
 def probe_site(site: Site, batch: Batch, rows: ProbeRows) -> Probed:
     """Run one site's planned route and its unfused one, and compare what each linear gets of them.
 
@@ -176,8 +194,14 @@ def probe_site(site: Site, batch: Batch, rows: ProbeRows) -> Probed:
         batch: entered by nobody.
         rows: what it is fed.
     """
-    inputs = rows.inputs(site, probe_shape(site, batch, rows.rows))
     with torch.inference_mode(False), torch.no_grad(), probing():
+        if isinstance(site, ExpertsSite):
+            pairs = probe_pairs(site, batch, rows.rows)
+            inputs = rows.inputs(site, (len(pairs.pairs),))
+            # Parts of one tensor, as the first projection writes them.
+            parts = torch.cat(inputs, -1).chunk(len(inputs), -1)
+            return _Probe(site, batch, parts, pairs).run(rows.rows)
+        inputs = rows.inputs(site, probe_shape(site, batch, rows.rows))
         return _Probe(site, batch, inputs).run(rows.rows)
 
 
@@ -186,13 +210,15 @@ class _Probe:
     site: Site
     batch: Batch
     inputs: tuple[torch.Tensor, ...]
+    #: Of experts, whose rows are pairs.
+    pairs: PairRows | None = None
     differing: list[Differing] = field(default_factory=list)
     elements: int = 0
 
     def run(self, rows: int) -> Probed:
         raw = self.site.compute_raw(*self.inputs)
         try:
-            emission = self.site.emission(self.batch)
+            emission = self._emission()
             made, _ = self.site.make(self.batch, emission, self.inputs)
             for layer in self.site.layers:
                 self._codes(layer, made, raw)
@@ -211,6 +237,12 @@ class _Probe:
         # In other batches there are the same kinds of rows again.
         usual, saturated = _saturation(made, rows) if self.batch.rows is None else (0, 0)
         return Probed(tuple(self.differing), self.elements, usual, saturated)
+
+    def _emission(self) -> Emission:
+        if self.pairs is None:
+            return self.site.emission(self.batch)
+        assert isinstance(self.site, ExpertsSite)
+        return self.site.emission_of(self.pairs)
 
     def _add(self, consumer: str, what: str, found: Found) -> None:
         self.elements += found.elements
@@ -252,7 +284,7 @@ class _Probe:
     def _outputs(self, made: QuantizedActivation, raw: torch.Tensor) -> None:
         # The kernels alone: of a linear that is split over ranks, no other rank has to take part.
         for layer in self.site.layers:
-            got, wanted = (layer.kernel.apply(x, layer.name) for x in (made, raw))
+            got, wanted = (self._multiplied(layer, x) for x in (made, raw))
             self._add(layer.name, "output", same_bits(got, wanted))
 
     def _branches(self, made: QuantizedActivation, raw: torch.Tensor) -> None:
@@ -262,15 +294,30 @@ class _Probe:
         for layer in self.site.layers:
             if not plan.branched[layer.index]:
                 continue
-            assert layer.branch is not None
-            rows = BranchRows.at(layer, self.batch)
-            sources = (BranchInput(x, layer.name) for x in (made, raw))
-            # Each its own: a branch may write in place.
-            got, wanted = (layer.branch.add(_some_output(layer, raw), x, rows) for x in sources)
+            got, wanted = (self._with_branch(layer, x, raw) for x in (made, raw))
             found = same_bits(got, wanted)
             if found.differences and not exact and _near(got, wanted):
                 found = Found(found.elements)
             self._add(layer.name, "output", found)
+
+    def _multiplied(
+        self, layer: RoutedLayer, x: torch.Tensor | QuantizedActivation
+    ) -> torch.Tensor:
+        if isinstance(layer, ExpertsLinear):
+            assert self.pairs is not None
+            return layer.kernel.apply(x, self.pairs.pairs, layer.name, by_token=layer.by_token)
+        assert isinstance(layer, RoutedLinear)
+        return layer.kernel.apply(x, layer.name)
+
+    def _with_branch(
+        self, layer: RoutedLayer, x: torch.Tensor | QuantizedActivation, raw: torch.Tensor
+    ) -> torch.Tensor:
+        assert layer.branch is not None
+        # Each its own: a branch may write in place.
+        out, source = _some_output(layer, raw), BranchInput(x, layer.name)
+        if self.pairs is not None:
+            return layer.branch.add(out, source, self.pairs, layer.index)
+        return layer.branch.add(out, source, BranchRows.at(layer, self.batch))
 
 
 def _some_output(layer: RoutedLayer, raw: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from ..linear.branching import RowLayout
 from ..linear.hooks import hooks_suspended
 from ..linear.probing import probing
 from ..linear.routed import RoutedLinear
+from ..linear.router import holds_router
 from .experts import RoutedExperts
 from .identify import PROBE_ERRORS
 
@@ -69,7 +70,10 @@ class _Recorder(TorchFunctionMode):
             reading.linears.append(module)
             self.inputs[module.name] = x.detach().clone()
         elif isinstance(module, RoutedExperts):
-            self.inputs[module.name] = args[0].detach().clone()
+            x = args[0] if args else kwargs["hidden_states"]
+            self.inputs[module.name] = x.detach().clone()
+        elif holds_router(module) and args and isinstance(args[0], torch.Tensor):
+            self.inputs[name] = args[0].detach().clone()
         elif _is_leaf_with_weights(module):
             given = (*args, *kwargs.values())
             if len(given) == 1 and isinstance(given[0], torch.Tensor):

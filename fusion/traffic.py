@@ -18,11 +18,12 @@ class SiteTraffic:
     """A site in one batch.
 
     Attributes:
-        rows: M, all rows of the activation.
+        rows: M, all rows of the activation; between the projections of experts there is one for
+            each pair of a token and an expert.
         columns: K.
         dtype: of the activation.
         key: what its consumers accept.
-        adapter_rows: rows whose adapter reads this site's output.
+        adapter_rows: those whose adapter reads this site's output.
         shrink_width: columns of the shrunk rows, all consumers together.
     """
 

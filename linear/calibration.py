@@ -16,9 +16,11 @@ from torch import nn
 from ..core.errors import BranchlineError, CalibrationError
 from ..core.oracle import FP4_MAX, FP8_MAX
 from .branching import RowLayout
+from .experts.layer import ExpertsLinear
+from .experts.pairs import Pairs
 from .quantized_weight import storable_global_scale
 from .registry import LayerRegistry
-from .routed import RoutedLinear
+from .routed import RoutedLayer
 
 _FORMAT = "branchline-calibration"
 _VERSION = 1
@@ -263,10 +265,14 @@ def _observing(
 
 def _observer(
     histograms: dict[str, torch.Tensor], mask: torch.Tensor | None
-) -> Callable[[RoutedLinear, tuple[Any, ...], dict[str, Any]], None]:
-    def observe(layer: RoutedLinear, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+) -> Callable[[RoutedLayer, tuple[Any, ...], dict[str, Any]], None]:
+    def observe(layer: RoutedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given: torch.Tensor = args[0] if args else kwargs["input"]
-        x = _unmasked(given.detach(), layer.row_layout, mask)
+        if isinstance(layer, ExpertsLinear) and not layer.by_token:
+            pairs = (args[1] if len(args) > 1 else kwargs["rows"]).pairs
+            x = _unmasked_pairs(given.detach(), pairs, mask)
+        else:
+            x = _unmasked(given.detach(), layer.row_layout, mask)
         if not bool(x.isfinite().all()):
             raise CalibrationError(
                 f"the input of {layer.name}", "holds NaN or inf", "check the model and the prompts"
@@ -288,6 +294,14 @@ def _unmasked(x: torch.Tensor, layout: RowLayout, mask: torch.Tensor | None) -> 
     if layout == RowLayout.FLAT and x.dim() == 2 and x.shape[0] == mask.numel():
         return x[mask.flatten().bool()]
     return x
+
+
+def _unmasked_pairs(x: torch.Tensor, pairs: Pairs, mask: torch.Tensor | None) -> torch.Tensor:
+    """The rows of `x` (P, K), by position, that somebody computes, of tokens that `mask` keeps."""
+    kept = pairs.expert < pairs.experts
+    if mask is not None and mask.dim() == 2 and mask.numel() == pairs.tokens:
+        kept &= mask.flatten().bool()[pairs.token]
+    return x[kept]
 
 
 def _encodings(x: torch.Tensor) -> torch.Tensor:

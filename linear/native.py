@@ -57,7 +57,7 @@ def activation(
     """
     gate = inputs[0]
     source = ActivationSource(gate=gate.data_ptr(), gate_stride=rows_of(gate).stride)
-    source.up_limit = math.inf
+    source.up_limit, source.up_offset = math.inf, -0.0
     codes = _code_table(semantics, outputs)
     if codes is None and _is_computed(semantics):
         source.kind = ActivationKind[semantics.activation.upper()]
@@ -70,6 +70,8 @@ def activation(
         source.up, source.up_stride = up.data_ptr(), rows_of(up).stride
         if semantics.limit is not None:
             source.up_limit = torch.tensor(semantics.limit, dtype=up.dtype).item()
+        if semantics.up_offset is not None:
+            source.up_offset = semantics.up_offset
     _call("bl_activation", source, outputs)
 
 
@@ -97,8 +99,8 @@ def _codes_of_encodings(semantics: ActivationSemantics, scale: float) -> torch.T
 
 
 def _is_computed(semantics: ActivationSemantics) -> bool:
-    plain = semantics.limit is None and semantics.multiplier is None
-    return plain and not semantics.tabled
+    parameters = (semantics.limit, semantics.multiplier, semantics.up_offset)
+    return not semantics.tabled and all(value is None for value in parameters)
 
 
 def norm(

@@ -47,7 +47,7 @@ BL_INLINE vf relu2(vf x)
 
 /* What a span needs beside the rows. */
 struct act_constants {
-    vf up_limit, inv_scale;
+    vf up_limit, up_offset, inv_scale;
 };
 
 /* ABREAST vectors. */
@@ -64,16 +64,17 @@ BL_INLINE void activate(int kind, vf *x)
     }
 }
 
-BL_INLINE vf clamp_up(const struct act_constants *constants, vf up)
+BL_INLINE vf up_side(const struct act_constants *constants, vf up)
 {
     vf negative = v_sub(v_set(0.0f), constants->up_limit);
-    return v_min(constants->up_limit, v_max(negative, up));
+    up = v_min(constants->up_limit, v_max(negative, up));
+    return round_bf16(v_add(up, constants->up_offset));
 }
 
 BL_INLINE vf times_up(int kind, const struct act_constants *constants, vf value, vf up)
 {
     if (kind == BL_TABLE)
-        up = clamp_up(constants, up);
+        up = up_side(constants, up);
     return round_bf16(v_mul(value, up));
 }
 
@@ -143,7 +144,8 @@ BL_INLINE int wanted_outputs(const struct destination *to)
 static void act_any(const struct bl_activation_source *source, const uint16_t *gate,
                     const uint16_t *up, const struct destination *to, int64_t count)
 {
-    const struct act_constants constants = {v_set((float)source->up_limit), v_set(to->inv_scale)};
+    const struct act_constants constants = {
+        v_set((float)source->up_limit), v_set((float)source->up_offset), v_set(to->inv_scale)};
     switch ((int)(source->kind * 2 + (up != NULL)) * OUTPUT_SETS + wanted_outputs(to)) {
         CASES(BL_IDENTITY)
         CASES(BL_RELU)

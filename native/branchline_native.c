@@ -14,6 +14,10 @@ BL_EXPORT bl_fp8_decode_fn bl_fp8_decode;
 BL_EXPORT bl_matmul_fn bl_matmul;
 BL_EXPORT bl_low_rank_fn bl_low_rank;
 BL_EXPORT bl_magnitudes_fn bl_magnitudes;
+BL_EXPORT bl_grouped_matmul_fn bl_grouped_matmul;
+BL_EXPORT bl_pairs_fn bl_pairs;
+BL_EXPORT bl_combine_fn bl_combine;
+BL_EXPORT bl_attention_fn bl_attention;
 
 static const struct bl_kernels *chosen = &bl_kernels_scalar;
 
@@ -84,4 +88,18 @@ int bl_low_rank(const struct bl_low_rank_call *calls, int64_t number, int64_t co
 void bl_magnitudes(struct bl_magnitude *tensors, int64_t count)
 {
     chosen->magnitudes(tensors, count);
+}
+
+int bl_grouped_matmul(const struct bl_grouped_matmul *spec, int threads)
+{
+    return chosen->grouped_matmul(spec, threads);
+}
+
+int bl_pairs(struct bl_pairs *pairs) { return chosen->pairs(pairs); }
+
+void bl_combine(const struct bl_combine *spec, int threads) { chosen->combine(spec, threads); }
+
+int bl_attention(const struct bl_attention *spec, int threads)
+{
+    return chosen->attention(spec, threads);
 }

@@ -11,7 +11,7 @@
 
 #include <stdint.h>
 
-#define BL_ABI_VERSION 10
+#define BL_ABI_VERSION 13
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define BL_X86 1
@@ -26,8 +26,8 @@ enum bl_epilogue { BL_NO_CODES = 0, BL_STATIC = 1, BL_TOKEN = 2, BL_GROUP = 3, B
 enum bl_scale_dtype { BL_SCALE_F32 = 0, BL_SCALE_E8M0 = 1, BL_SCALE_E4M3 = 2 };
 enum bl_lora_dtype { BL_LORA_BF16 = 0, BL_LORA_F32 = 1, BL_LORA_F16 = 2 };
 
-/* round(act(gate)), or, with `up`, round(round(act(gate)) * up); for BL_TABLE `up` is clamped to
- * -up_limit and up_limit first. */
+/* round(act(gate)), or, with `up`, round(round(act(gate)) * up); for BL_TABLE `up` is first clamped
+ * to -up_limit and up_limit, then round(up + up_offset). */
 struct bl_activation_source {
     int64_t kind;
     const uint16_t *gate;
@@ -38,7 +38,8 @@ struct bl_activation_source {
     /* For BL_TABLE and BL_STATIC, not gated: what `table` and `inv_scale` give, as 65,536 codes;
      * NULL: computed from `table`. */
     const uint8_t *code_table;
-    double up_limit; /* for BL_TABLE: a bfloat16 value; inf for none */
+    double up_limit;  /* for BL_TABLE: a bfloat16 value; inf for none */
+    double up_offset; /* for BL_TABLE, in float32; -0.0, which changes no value, for none */
 };
 
 /* The norm of x, or of round(x + residual), which then is written to `new_residual`. */
@@ -118,6 +119,7 @@ struct bl_matmul {
     int64_t rows, columns, out_features;
     const void *x;
     int64_t x_kind, x_stride; /* elements */
+    const int64_t *x_rows;    /* by output row: the row of x, and of x_scale; NULL: the same */
     const float *x_scale;     /* NULL for activations that are no codes */
     int64_t x_scale_stride;   /* from row to row; 0: one for all */
     int64_t x_group;          /* columns that share a scale; 0: all */
@@ -140,6 +142,48 @@ struct bl_matmul {
 
 /* 0, or -1: no memory for scratch buffers. */
 typedef int bl_matmul_fn(const struct bl_matmul *specs, int64_t count, int threads);
+
+/* One projection of `experts` experts.  Expert e multiplies output rows offsets[e] to
+ * offsets[e + 1]; what lies beyond the last is not touched. */
+struct bl_grouped_matmul {
+    struct bl_matmul each; /* of expert 0, as if all rows were its own; `rows` is not read */
+    int64_t experts;
+    const int32_t *offsets; /* experts + 1 */
+    /* From an expert to the next: bytes, then elements. */
+    int64_t weight_bytes, weight_scale_stride, bias_stride;
+};
+
+/* 0, or -1: no memory for scratch buffers. */
+typedef int bl_grouped_matmul_fn(const struct bl_grouped_matmul *spec, int threads);
+
+/* A router's choices, and what sorting them by expert gives (linear/experts/pairs.py). */
+struct bl_pairs {
+    const void *index;   /* (tokens, top_k), contiguous */
+    int64_t index_bytes; /* of an element: 4 or 8 */
+    int64_t tokens, top_k, experts;
+    int64_t *order, *token; /* by position */
+    int64_t *position;      /* by pair */
+    int32_t *expert;        /* by position */
+    int32_t *offsets;       /* experts + 1 */
+    int64_t absent;         /* written: how many choices name no expert here */
+};
+
+/* 0, or -1: no memory for scratch buffers. */
+typedef int bl_pairs_fn(struct bl_pairs *pairs);
+
+/* The sum over each token's choices of weight times x, in float32.  Dtypes are those of
+ * bl_lora_dtype. */
+struct bl_combine {
+    int64_t tokens, top_k, columns;
+    const void *x; /* by position, rows of `columns` */
+    int64_t x_dtype;
+    const void *weight; /* (tokens, top_k), contiguous */
+    int64_t weight_dtype;
+    const int64_t *position; /* by pair */
+    const int32_t *computed; /* rows of x from this number on are zeros and not read */
+    float *out;              /* (tokens, columns) */
+};
+typedef void bl_combine_fn(const struct bl_combine *spec, int threads);
 
 /* The low-rank matrices that one linear's adapters hold, and their places in two pools.  Dtypes are
  * those of bl_lora_dtype, for activations too. */
@@ -180,6 +224,26 @@ struct bl_magnitude {
 };
 typedef void bl_magnitudes_fn(struct bl_magnitude *tensors, int64_t count);
 
+/* Rows of one new token each, and what they look back on.  Dtypes are those of bl_lora_dtype; strides
+ * count elements, and the elements of one head are neighbours. */
+struct bl_attention {
+    int64_t rows, heads, kv_heads, width, value_width, dtype;
+    const void *query;
+    int64_t query_row, query_head;
+    void *keys, *values; /* the cache, (places, kv_heads, width) */
+    int64_t key_place, key_head, value_place, value_head;
+    const void *new_key, *new_value; /* of the rows' own tokens */
+    int64_t new_key_row, new_key_head, new_value_row, new_value_head;
+    const int64_t *const *read; /* by row: the places of the keys before the new one */
+    const int64_t *lengths;     /* by row: how many they are */
+    const int64_t *write;       /* by row: where the new one goes, after all were read */
+    void *out;                  /* (rows, heads, value_width), contiguous */
+    double scale, softcap;      /* scores are scale * q k, then softcap * tanh(. / softcap) unless 0 */
+};
+
+/* 0, or -1: no memory for scratch buffers, in which case nothing was written. */
+typedef int bl_attention_fn(const struct bl_attention *spec, int threads);
+
 struct bl_kernels {
     bl_activation_fn *activation;
     bl_norm_fn *norm;
@@ -187,6 +251,10 @@ struct bl_kernels {
     bl_matmul_fn *matmul;
     bl_low_rank_fn *low_rank;
     bl_magnitudes_fn *magnitudes;
+    bl_grouped_matmul_fn *grouped_matmul;
+    bl_pairs_fn *pairs;
+    bl_combine_fn *combine;
+    bl_attention_fn *attention;
 };
 
 extern const struct bl_kernels bl_kernels_scalar;

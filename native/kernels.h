@@ -42,7 +42,10 @@ enum { STEP = 2 * LANES, TAIL = 2 * STEP };
 #include "norm.h"
 #include "tile.h"
 #include "matmul.h"
+#include "experts.h"
 #include "magnitude.h"
+#include "attention.h"
 
 const struct bl_kernels BL_KERNELS = {activation, norm, fp8_decode, matmul, low_rank,
-                                      magnitudes};
+                                      magnitudes, grouped_matmul, sort_pairs, combine,
+                                      attention};

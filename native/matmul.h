@@ -16,7 +16,8 @@ struct matmul_job {
     const struct bl_matmul *spec;
     int64_t panels, panels_at_once, row_chunks, rows_at_once, depth;
     int64_t units;
-    size_t scratch_size, weights_at, total_at;
+    int64_t scale_groups; /* of a row, that are copied to the scratch memory; 0: none are */
+    size_t scratch_size, weights_at, total_at, scale_at;
 };
 
 /* --- activations --- */
@@ -39,12 +40,18 @@ BL_INLINE vf input_vector(const struct bl_matmul *spec, const char *row, int64_t
     return v_mul(v_load((const float *)row + k), bias);
 }
 
+/* Where an output row's input lies. */
+BL_INLINE int64_t input_row(const struct bl_matmul *spec, int64_t row)
+{
+    return spec->x_rows ? spec->x_rows[row] : row;
+}
+
 /* Inputs `first` to `first + count` of one row, times their bias. */
 static void decode_input(const struct bl_matmul *spec, int64_t row, int64_t first, int64_t count,
                          float *out)
 {
     const int64_t size = spec->x_kind == BL_INPUT_E4M3 ? 1 : spec->x_kind == BL_INPUT_BF16 ? 2 : 4;
-    const char *x = (const char *)spec->x + (row * spec->x_stride + first) * size;
+    const char *x = (const char *)spec->x + (input_row(spec, row) * spec->x_stride + first) * size;
     int64_t k = 0;
     for (; k + LANES <= count; k += LANES)
         v_store(out + k, input_vector(spec, x, k));
@@ -61,17 +68,38 @@ struct part {
     int64_t row, rows, panel, panels;
     float *x, *weights, *total;
     int64_t x_stride, total_stride;
+    const float *scale; /* of its first row; NULL: none */
+    int64_t scale_stride;
 };
 
+/* Tiles step from a row's scale to the next: where the rows lie anywhere, theirs are gathered. */
+static void place_scales(const struct matmul_job *job, struct part *part, float *room)
+{
+    const struct bl_matmul *spec = job->spec;
+    int64_t groups = job->scale_groups;
+    if (!groups) {
+        part->scale_stride = spec->x_scale_stride;
+        part->scale = spec->x_scale ? spec->x_scale + part->row * spec->x_scale_stride : NULL;
+        return;
+    }
+    for (int64_t i = 0; i < part->rows; i++) {
+        int64_t row = input_row(spec, part->row + i);
+        memcpy(room + i * groups, spec->x_scale + row * spec->x_scale_stride,
+               (size_t)groups * sizeof *room);
+    }
+    part->scale = room;
+    part->scale_stride = groups;
+}
+
 /* The tile's scales for the block that begins at input `k`. */
-BL_INLINE void set_scales(struct tile *tile, const struct bl_matmul *spec, int64_t row,
-                          int64_t panel, int64_t k)
+BL_INLINE void set_scales(struct tile *tile, const struct bl_matmul *spec, const struct part *part,
+                          int64_t row, int64_t panel, int64_t k)
 {
     tile->row_scale = NULL;
     tile->column_scale = NULL;
     if (spec->x_group) {
-        tile->row_scale = spec->x_scale + row * spec->x_scale_stride + k / spec->x_group;
-        tile->row_scale_stride = spec->x_scale_stride;
+        tile->row_scale = part->scale + row * part->scale_stride + k / spec->x_group;
+        tile->row_scale_stride = part->scale_stride;
     }
     if (spec->weight_group) {
         int64_t width = spec->weight_each_channel ? BL_PANEL : 1;
@@ -107,7 +135,7 @@ static void multiply_panel(const struct bl_matmul *spec, const struct part *part
                     .total_stride = part->total_stride,
                     .count = left < spec->block ? left : spec->block,
                 };
-                set_scales(&tile, spec, part->row + row, panel, first + k);
+                set_scales(&tile, spec, part, row, panel, first + k);
                 if (direct)
                     direct_panel(&tile, rows, weights + k * input, halves);
                 else
@@ -118,14 +146,15 @@ static void multiply_panel(const struct bl_matmul *spec, const struct part *part
 }
 
 /* Final scales, bias and rounding of one panel's channels of one row. */
-static void finish_row(const struct bl_matmul *spec, int64_t row, int64_t panel, float *total)
+static void finish_row(const struct bl_matmul *spec, const struct part *part, int64_t row,
+                       int64_t panel, float *total)
 {
     int64_t channel = panel * BL_PANEL, left = spec->out_features - channel;
     size_t count = (size_t)(left < BL_PANEL ? left : BL_PANEL);
     uint16_t halves[BL_PANEL];
-    bool scaled = spec->x_scale && !spec->x_group;
+    bool scaled = part->scale && !spec->x_group;
     bool by_channel = spec->weight_scale && !spec->weight_group;
-    vf row_scale = v_set(scaled ? spec->x_scale[row * spec->x_scale_stride] : 1.0f);
+    vf row_scale = v_set(scaled ? part->scale[row * part->scale_stride] : 1.0f);
     for (int64_t i = 0; i < BL_PANEL; i += LANES) {
         vf scale = row_scale, x = v_load(total + i);
         if (by_channel)
@@ -138,7 +167,7 @@ static void finish_row(const struct bl_matmul *spec, int64_t row, int64_t panel,
         else
             v_store(total + i, x);
     }
-    int64_t at = row * spec->out_stride + channel;
+    int64_t at = (part->row + row) * spec->out_stride + channel;
     if (spec->out_bf16)
         memcpy((uint16_t *)spec->out + at, halves, count * sizeof *halves);
     else
@@ -160,6 +189,7 @@ static void matmul_unit(const struct matmul_job *job, int64_t unit, char *scratc
     int64_t rows = spec->rows - part.row, panels = job->panels - part.panel;
     part.rows = rows < job->rows_at_once ? rows : job->rows_at_once;
     part.panels = panels < job->panels_at_once ? panels : job->panels_at_once;
+    place_scales(job, &part, (float *)(scratch + job->scale_at));
     memset(part.total, 0, (size_t)(part.rows * part.total_stride) * sizeof *part.total);
     for (int64_t k = 0; k < spec->columns; k += job->depth) {
         int64_t count = spec->columns - k < job->depth ? spec->columns - k : job->depth;
@@ -170,7 +200,7 @@ static void matmul_unit(const struct matmul_job *job, int64_t unit, char *scratc
     }
     for (int64_t row = 0; row < part.rows; row++)
         for (int64_t panel = 0; panel < part.panels; panel++)
-            finish_row(spec, part.row + row, part.panel + panel,
+            finish_row(spec, &part, row, part.panel + panel,
                        part.total + row * part.total_stride + panel * BL_PANEL);
 }
 
@@ -191,8 +221,11 @@ static struct matmul_job plan_matmul(const struct bl_matmul *spec, int team)
     job.units = job.row_chunks * ((job.panels + job.panels_at_once - 1) / job.panels_at_once);
     job.weights_at = padded_size(job.rows_at_once * (job.depth + LANES) * size);
     job.total_at = job.weights_at + padded_size(DEPTH * BL_PANEL * size);
-    job.scratch_size =
+    job.scale_at =
         job.total_at + padded_size(job.rows_at_once * job.panels_at_once * BL_PANEL * size);
+    if (spec->x_rows && spec->x_scale && spec->x_scale_stride)
+        job.scale_groups = spec->x_group ? (spec->columns + spec->x_group - 1) / spec->x_group : 1;
+    job.scratch_size = job.scale_at + padded_size(job.rows_at_once * job.scale_groups * size);
     return job;
 }
 
@@ -203,16 +236,11 @@ static void matmul_unit_of(const struct matmul_job *jobs, int64_t unit, char *sc
     matmul_unit(jobs, unit, scratch);
 }
 
-static int matmul(const struct bl_matmul *specs, int64_t count, int threads)
+static int compute_units(const struct matmul_job *jobs, int64_t count, int team)
 {
-    struct matmul_job jobs[BL_MATMULS];
-    int64_t units = 0, elements = 0;
+    int64_t units = 0;
     size_t size = 0;
-    for (int64_t i = 0; i < count; i++)
-        elements += specs[i].out_features * specs[i].columns;
-    int team = useful_threads(threads, elements);
     for (int64_t i = 0; i < count; i++) {
-        jobs[i] = plan_matmul(specs + i, team);
         units += jobs[i].units;
         size = jobs[i].scratch_size > size ? jobs[i].scratch_size : size;
     }
@@ -222,9 +250,21 @@ static int matmul(const struct bl_matmul *specs, int64_t count, int threads)
     if (!memory)
         return -1;
     char *scratch = (char *)(((uintptr_t)memory + 63) & ~(uintptr_t)63);
-    PARALLEL_OVER(team)
+    PARALLEL_UNITS(team)
     for (int64_t unit = 0; unit < units; unit++)
         matmul_unit_of(jobs, unit, scratch + (size_t)own_number() * size);
     free(memory);
     return 0;
+}
+
+static int matmul(const struct bl_matmul *specs, int64_t count, int threads)
+{
+    struct matmul_job jobs[BL_MATMULS];
+    int64_t elements = 0;
+    for (int64_t i = 0; i < count; i++)
+        elements += specs[i].out_features * specs[i].columns;
+    int team = useful_threads(threads, elements);
+    for (int64_t i = 0; i < count; i++)
+        jobs[i] = plan_matmul(specs + i, team);
+    return compute_units(jobs, count, team);
 }

@@ -11,8 +11,12 @@ enum { ELEMENTS_PER_THREAD = 32768, CHUNK = 8192 };
 #if defined(_OPENMP)
 #define PARALLEL_OVER(team)                                                                        \
     _Pragma("omp parallel for num_threads(team) if (team > 1) schedule(guided)")
+/* The same for iterations of unequal length, each of which takes a while. */
+#define PARALLEL_UNITS(team)                                                                       \
+    _Pragma("omp parallel for num_threads(team) if (team > 1) schedule(dynamic)")
 #else
 #define PARALLEL_OVER(team) (void)(team);
+#define PARALLEL_UNITS(team) (void)(team);
 #endif
 
 BL_INLINE int own_number(void)

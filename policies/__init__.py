@@ -1,9 +1,14 @@
 """Policies: which route each site takes, the frozen plan, and the audit of both."""
 
-from .audit import AuditReport, audit
-from .plan import Plan, SitePlan
-from .planner import Planner
-from .policy import Policy, RouteChoice, SiteState, make_policy
+from typing import TYPE_CHECKING
+
+from ..core.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from .audit import AuditReport
+    from .plan import Plan, SitePlan
+    from .planner import Planner
+    from .policy import Policy, RouteChoice, SiteState, make_policy
 
 __all__ = [
     "AuditReport",
@@ -13,6 +18,19 @@ __all__ = [
     "RouteChoice",
     "SitePlan",
     "SiteState",
-    "audit",
     "make_policy",
 ]
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "AuditReport": "audit",
+        "Plan": "plan",
+        "Planner": "planner",
+        "Policy": "policy",
+        "RouteChoice": "policy",
+        "SitePlan": "plan",
+        "SiteState": "policy",
+        "make_policy": "policy",
+    },
+)

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from ..adapters.branch import LayerBranch
+from ..adapters.experts import ExpertsBranch
 from ..adapters.low_rank import LowRankSlots
 from ..adapters.manager import AdapterManager
 from ..adapters.version import AdapterInfo
@@ -19,6 +20,7 @@ from ..core.route import Route
 from ..fusion.discover import Unsited
 from ..fusion.site import Site
 from ..linear.checkpoint import ResolvedQuant
+from ..linear.experts.layer import ExpertsLinear
 from ..linear.kernels.base import BaseKernel
 from ..linear.registry import LayerRegistry, Unwrapped
 from .audit_tables import headline, tables
@@ -26,7 +28,7 @@ from .plan import Plan, SitePlan
 from .planner import Planner
 from .policy import make_policy
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 # With more adapters than this, only those in slots are planned for one by one.
 _MOST_PLANNED = 32
@@ -85,7 +87,7 @@ class AdapterReport(ReportPart):
 
 
 class Excluded(ReportPart):
-    """A linear that no site feeds, or that was not wrapped, and why."""
+    """A linear, or experts, that no site feeds or that were not wrapped, and why."""
 
     name: str
     reason: str
@@ -101,14 +103,16 @@ class PassedOver(ReportPart):
 class KernelReport(ReportPart):
     """A base matmul kernel, how many linears it serves, and why no other does.
 
-    `weight_bytes` counts the weights of those linears in memory, scales included; `scales` says
-    where calibrated input scales come from.
+    `experts` is how many experts each of its `linears` has, which are then projections of experts;
+    0 for linears of their own.  `weight_bytes` counts the weights of those linears in memory,
+    scales included; `scales` says where calibrated input scales come from.
     """
 
     name: str
     key: str | None
     emulated: bool
     linears: int
+    experts: int
     weight_bytes: int
     scales: tuple[str, ...]
     rejected: tuple[PassedOver, ...]
@@ -223,7 +227,8 @@ def _kernels(registry: LayerRegistry) -> tuple[KernelReport, ...]:
     groups: dict[Any, list[BaseKernel]] = {}
     for layer in registry:
         kernel = layer.kernel
-        facts = (kernel.name, kernel.contract.key, kernel.emulated, kernel.rejected)
+        experts = layer.experts if isinstance(layer, ExpertsLinear) else 0
+        facts = (kernel.name, kernel.contract.key, kernel.emulated, experts, kernel.rejected)
         groups.setdefault(facts, []).append(kernel)
     return tuple(
         KernelReport(
@@ -231,11 +236,12 @@ def _kernels(registry: LayerRegistry) -> tuple[KernelReport, ...]:
             key=None if key is None else str(key),
             emulated=emulated,
             linears=len(kernels),
+            experts=experts,
             weight_bytes=sum(kernel.weight_bytes for kernel in kernels),
             scales=tuple(sorted({source for k in kernels for source in _scale_sources(k)})),
             rejected=tuple(PassedOver(kernel=r.name, reason=r.reason) for r in rejected),
         )
-        for (name, key, emulated, rejected), kernels in groups.items()
+        for (name, key, emulated, experts, rejected), kernels in groups.items()
     )
 
 
@@ -243,7 +249,7 @@ def _branches(registry: LayerRegistry) -> tuple[BranchReport, ...]:
     groups: dict[Any, list[LowRankSlots]] = {}
     for layer in registry:
         branch = layer.branch
-        slots = branch.product if isinstance(branch, LayerBranch) else None
+        slots = branch.product if isinstance(branch, LayerBranch | ExpertsBranch) else None
         if slots is not None:
             groups.setdefault((slots.kernel.name, slots.rejected), []).append(slots)
     return tuple(

@@ -11,7 +11,7 @@ from rich.text import Text
 from ..core.selection import Rejection
 
 if TYPE_CHECKING:
-    from .audit import AuditReport, Excluded, RouteReport, SiteReport
+    from .audit import AuditReport, Excluded, KernelReport, RouteReport, SiteReport
 
 _BASE = "(no adapter)"
 # How the policies' reasons begin where they name every reader, which a table has no room for.
@@ -27,9 +27,8 @@ def headline(report: AuditReport) -> Text:
         note = "; emulated: float32 weights in memory" if kernel.emulated else ""
         if kernel.scales:
             note += f"; input scales: {', '.join(kernel.scales)}"
-        linears = "linear" if kernel.linears == 1 else "linears"
         size = f"{kernel.weight_bytes / 1e6:,.1f} MB"
-        text.append(f"\n{kernel.linears} {linears} by kernel {kernel.name}, {size} ({takes}{note})")
+        text.append(f"\n{_served(kernel)} by kernel {kernel.name}, {size} ({takes}{note})")
     for branch in report.branches:
         text.append(f"\nlow-rank products of {branch.linears} linears by kernel {branch.name}")
         for reason, calls in branch.fallbacks.items():
@@ -41,6 +40,13 @@ def headline(report: AuditReport) -> Text:
     if report.native_reason:
         text.append(f"\nC kernels: {report.native_reason}", style="yellow")
     return text
+
+
+def _served(kernel: KernelReport) -> str:
+    ending = "" if kernel.linears == 1 else "s"
+    if kernel.experts:
+        return f"{kernel.linears} projection{ending} of {kernel.experts} experts each"
+    return f"{kernel.linears} linear{ending}"
 
 
 def tables(report: AuditReport) -> Iterator[Table]:
@@ -69,7 +75,7 @@ def tables(report: AuditReport) -> Iterator[Table]:
         ("kernels of low-rank products passed over", tuple(branches_passed_over.values())),
         ("producers passed over", tuple(passed_over.values())),
         ("linears fed raw: no site makes their input", report.unsited),
-        ("linears left as they were, or tied", report.unwrapped),
+        ("left as they were, or tied", report.unwrapped),
     ):
         if entries:
             yield _excluded_table(title, entries)

@@ -15,6 +15,7 @@ from ..adapters.base import BaseFacts, TargetEmbedding, TargetLayer, TargetNorm
 from ..adapters.from_peft import plain_modules
 from ..adapters.identity import BaseIdentity, identifying_sizes
 from ..linear.weights import AnyLinear, linear_shape
+from .expert_facts import expert_targets
 
 # PEFT's task types by the registry in which transformers lists the model's class.
 _TASKS = (
@@ -47,6 +48,7 @@ def base_facts(model: nn.Module) -> BaseFacts:
         input_embedding=table,
         tied_head=_is_tied(modules.get(head or ""), modules.get(table or "")),
         identity=_identity(config),
+        experts=expert_targets(modules, getattr(config, "model_type", "")),
     )
 
 

@@ -160,6 +160,18 @@ class WrapConfig(Settings):
         return TierLimits(slots, self.max_cpu_loras, self.max_cpu_lora_bytes, self.eviction)
 
     @property
+    def for_wrap(self) -> dict[str, Any]:
+        """What `wrap` is given: what was set, and the defaults that a derived class has of its own.
+
+        The others stay unset, for `wrap` refuses a setting that is set and would have no effect.
+        """
+        return {
+            name: value
+            for name, field in WrapConfig.model_fields.items()
+            if (value := getattr(self, name)) != field.default or name in self.model_fields_set
+        }
+
+    @property
     def source_limits(self) -> SourceLimits:
         """What adapters may come from, and how large they may be."""
         return SourceLimits(self.allowed_roots, self.max_adapter_bytes)

@@ -8,22 +8,23 @@ from contextlib import ExitStack
 import torch
 from torch import nn
 
+from ..core.errors import WrapError
 from ..core.platform import Platform
 from ..core.scheme import LinearScheme
 from ..fusion.experts import RoutedExperts
 from ..linear.calibration import Calibration
-from ..linear.experts.find import find_experts, stored_bias, stored_weight
+from ..linear.experts.find import FoundExperts, find_experts, stored_weight
 from ..linear.experts.form import ExpertsForm
 from ..linear.experts.kernels.base import GroupedKernel
-from ..linear.experts.kernels.each import FloatExperts
 from ..linear.experts.kernels.selection import build_grouped_kernel
 from ..linear.experts.layer import ExpertsLinear
 from ..linear.experts.quantized import QuantizedExperts
-from ..linear.experts.weight import ExpertsWeight
+from ..linear.experts.shard import ExpertsShard
 from ..linear.hooks import move_hooks, unwatch_hooks
-from ..linear.kernels.build import calibrated_contract
 from ..linear.registry import LayerRegistry, Unwrapped
 from ..linear.weights import replace_module
+from .expert_kernels import float_experts, quantized_experts
+from .experts_proof import ExpertsProof
 
 
 class ModelExperts:
@@ -34,15 +35,22 @@ class ModelExperts:
         registry: gets a layer for each projection, behind all linears.
         undo: takes everything back.
         force: name of the only kernel that may be chosen.
+        shards: which experts are on this rank, by name, where they are split over ranks.
     """
 
     def __init__(
-        self, model: nn.Module, registry: LayerRegistry, undo: ExitStack, force: str | None
+        self,
+        model: nn.Module,
+        registry: LayerRegistry,
+        undo: ExitStack,
+        force: str | None,
+        shards: Mapping[str, ExpertsShard],
     ) -> None:
         self._model = model
         self._registry = registry
         self._undo = undo
         self._force = force
+        self._shards = shards
         self._routed: list[RoutedExperts] = []
 
     @property
@@ -58,11 +66,15 @@ class ModelExperts:
 
         Raises:
             KernelUnavailableError: no kernel serves the experts of a quantised checkpoint.
+            WrapError: experts of a quantised checkpoint compute something else than their form.
         """
         found, refused = find_experts(self._model)
         self._registry.unwrapped += [Unwrapped(name, reason) for name, reason in refused.items()]
+        proof = ExpertsProof()
         for name, experts in found.items():
             module = experts.module
+            if not self._is_proved(proof, experts):
+                continue
             routed = self._make(name, module, experts.form, platform)
             move_hooks(module, routed)
             self._undo.callback(move_hooks, routed, module)
@@ -70,6 +82,21 @@ class ModelExperts:
                 replace_module(self._model, path, routed)
                 self._undo.callback(replace_module, self._model, path, module)
             self._routed.append(routed)
+
+    def _is_proved(self, proof: ExpertsProof, experts: FoundExperts) -> bool:
+        """Whether they compute what they are served by; else they stay the model's own."""
+        name, module = experts.name, experts.module
+        original = module.original if isinstance(module, QuantizedExperts) else module
+        difference = proof.difference(name, original, experts.form)
+        if difference and isinstance(module, QuantizedExperts):
+            raise WrapError(
+                f"experts '{name}'",
+                f"hold codes, which only our kernels can multiply, but {difference}",
+                "load an unquantised checkpoint: its experts stay the model's own",
+            )
+        if difference:
+            self._registry.unwrapped.append(Unwrapped(name, difference))
+        return not difference
 
     def _make(
         self, name: str, module: nn.Module, form: ExpertsForm, platform: Platform
@@ -96,7 +123,9 @@ class ModelExperts:
             self._undo.callback(unwatch_hooks, layer)
             layers.append(layer)
         up, down = layers
-        return RoutedExperts(name, form, up, down, original, self._registry)
+        shard = self._shards.get(name)
+        up.shard = down.shard = shard
+        return RoutedExperts(name, form, up, down, original, self._registry, shard=shard)
 
     def _first_kernel(
         self, module: nn.Module, form: ExpertsForm, projection: str, platform: Platform
@@ -149,33 +178,6 @@ class ModelExperts:
                     layer.kernel = quantized_experts(
                         layer, routed.form, scheme, ranges, platform, self._force
                     )
-
-
-def float_experts(module: nn.Module, form: ExpertsForm, projection: str) -> FloatExperts:
-    """A projection's own weights, multiplied by torch; nothing is copied."""
-    weight: torch.Tensor = getattr(module, projection).detach()
-    bias = getattr(module, f"{projection}_bias").detach() if form.has_bias else None
-    interleaved = form.interleaved and projection == form.up_name
-    return FloatExperts(weight.mT if form.transposed else weight, bias, interleaved=interleaved)
-
-
-def quantized_experts(
-    layer: ExpertsLinear,
-    form: ExpertsForm,
-    scheme: LinearScheme,
-    ranges: Calibration | None,
-    platform: Platform,
-    force: str | None,
-) -> GroupedKernel:
-    """A kernel for the unquantised weights that `layer` was made of; the layer keeps its own."""
-    module, projection = layer.original, layer.name.rpartition(".")[2]
-    assert module is not None
-    weight = ExpertsWeight.from_float(
-        stored_weight(module, form, projection), layer.name, scheme.weight
-    )
-    contract = calibrated_contract(scheme, layer.name, ranges, weight.device)
-    bias = stored_bias(module, form, projection)
-    return build_grouped_kernel(layer.name, weight, bias, contract, platform, force)
 
 
 def names_of_experts(model: nn.Module) -> Mapping[str, ExpertsForm]:

@@ -11,6 +11,7 @@ from ..adapters.base import BaseFacts
 from ..adapters.branch import LayerBranch, check_range
 from ..adapters.contents import ModuleContent, contents_of, planned_contents
 from ..adapters.embedding import EmbeddingBranch
+from ..adapters.experts import ExpertsBranch
 from ..adapters.read import read_adapter, read_plan
 from ..adapters.slots import SlotClasses
 from ..adapters.weights import AdapterWeights
@@ -106,6 +107,12 @@ def _slot_nbytes(
         branch = LayerBranch(name, SlotClasses((max_rank,)), *sizes, dtype, cpu)
         branch.write(0, parts)
         total += branch.nbytes
+    for name, own in weights.experts.items():
+        target = facts.experts[name]
+        sizes = (target.experts, target.in_features, target.out_features)
+        experts = ExpertsBranch(name, SlotClasses((max_rank,)), *sizes, dtype, cpu)
+        experts.write(0, own)
+        total += experts.nbytes
     table_dtype = model_dtype or dtype
     for table in weights.embeddings.values():
         embedding = EmbeddingBranch(1.0, dtype, table_dtype, cpu)

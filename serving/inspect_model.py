@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from torch import nn
 from transformers import PreTrainedModel
 
 from ..core.errors import CheckpointError, ScaleError
-from ..linear.checkpoint import CheckpointQuant, ResolvedQuant, TensorHeader, read_metadata
-from ..linear.checkpoint.describe import QuantSummary, check_shapes, describe_quant
-from ..linear.weights import LinearModule, kind_refusal, linear_shape
-from .checkpoint_names import checkpoint_names
+from ..linear.checkpoint import TensorHeader, read_metadata
+from ..linear.checkpoint.describe import QuantSummary, describe_quant
+from ..linear.experts.find import find_experts
+from ..linear.weights import kind_refusal
+from .experts_proof import ExpertsProof
 from .inspect_report import LinearSummary, ModelReport
 from .load import refuse_codes
-from .quantized_loader import refuse_leftovers, refuse_tied, stored_linears
 from .shards import read_headers, shard_files
 from .skeleton import Skeleton
+from .stored_model import StoredModel
 
 #: What speaks against a checkpoint that could be read.
 _FINDINGS = (CheckpointError, ScaleError)
@@ -60,33 +60,12 @@ def _quantization(
             return None, None
         # Quantised weights are read from no other files.
         shard_files(skeleton.folder)
-        resolved = _resolve(skeleton.model, metadata, headers)
+        # As loading does it, and its checks, as far as they need no values.
+        stored = StoredModel.read(skeleton.model, metadata, headers)
     except _FINDINGS as error:
         said = None if metadata is None else describe_quant(metadata, headers, None)
         return said, str(error)
-    return describe_quant(metadata, headers, resolved), None
-
-
-def _resolve(
-    model: PreTrainedModel, metadata: CheckpointQuant, headers: Mapping[str, TensorHeader]
-) -> ResolvedQuant:
-    """As loading does it, and its checks, as far as they need no values."""
-    names = checkpoint_names(model, headers)
-    resolved = metadata.resolve(stored_linears(model, names), headers)
-    in_model = names.in_model()
-    shapes = {}
-    for stored in resolved.schemes:
-        refuse_tied(model, in_model[stored])
-        shapes[stored] = linear_shape(_linear(model, in_model[stored]))
-    check_shapes(resolved, headers, shapes)
-    refuse_leftovers(headers, resolved)
-    return resolved
-
-
-def _linear(model: nn.Module, name: str) -> LinearModule:
-    module = model.get_submodule(name)
-    assert isinstance(module, LinearModule)
-    return module
+    return describe_quant(metadata, stored.headers, stored.resolved), None
 
 
 def _parameters(model: PreTrainedModel) -> int:
@@ -104,4 +83,22 @@ def _linears(skeleton: Skeleton) -> tuple[LinearSummary, ...]:
             left = "it is the output head"
         shape = (layer.out_features, layer.in_features)
         found.append(LinearSummary(name=name, shape=shape, left=left))
-    return tuple(found)
+    return (*found, *_experts(skeleton.model))
+
+
+def _experts(model: PreTrainedModel) -> Iterator[LinearSummary]:
+    served, refused = find_experts(model)
+    proof = ExpertsProof()
+    for name, found in served.items():
+        left = proof.difference(name, found.module, found.form) or None
+        for projection in (found.form.up_name, found.form.down_name):
+            experts, *shape = found.form.shape(projection)
+            full = f"{name}.{projection}"
+            yield LinearSummary(name=full, shape=tuple(shape), left=left, experts=experts)
+    for name, reason in refused.items():
+        module = model.get_submodule(name)
+        for projection, weight in module.named_parameters(recurse=False):
+            if weight.dim() == 3:
+                experts, *shape = weight.shape
+                full = f"{name}.{projection}"
+                yield LinearSummary(name=full, shape=tuple(shape), left=reason, experts=experts)

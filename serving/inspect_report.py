@@ -13,17 +13,19 @@ SCHEMA_VERSION = 1
 
 
 class LinearSummary(ReportPart):
-    """One linear of an unquantised model.
+    """One linear, or one projection of a layer's experts, of an unquantised model.
 
     Attributes:
         name: in the model.
-        shape: (N, K).
-        left: why quantising leaves it as it is; None where it does not.
+        shape: (N, K), of each expert.
+        left: why wrapping leaves it as it is; None where it does not.
+        experts: how many a projection has; 0 for a linear of its own.
     """
 
     name: str
     shape: tuple[int, int]
     left: str | None
+    experts: int = 0
 
 
 class ModelReport(ReportPart):

@@ -22,8 +22,9 @@ from .folder import (
     unreadable,
     without_quantization,
 )
-from .quantized_loader import LoaderConfig, QuantizedLoader, is_codes, with_decisions
+from .quantized_loader import LoaderConfig, QuantizedLoader
 from .shards import has_shards, read_headers, shard_files
+from .stored_model import is_codes, with_notes
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -31,9 +32,9 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 def load_model(folder: str | Path, *, dtype: str | torch.dtype = "auto") -> PreTrainedModel:
     """The model in `folder`, of the class that it was saved from.
 
-    Of a quantised checkpoint every quantised linear becomes a `QuantizedLinear` that holds its
-    codes and scales; `model.branchline_checkpoint` then says what was read from where.  Such a
-    model runs once it is wrapped.
+    Of a quantised checkpoint every quantised linear becomes a `QuantizedLinear`, and the experts of
+    a layer a `QuantizedExperts`, which hold codes and scales; `model.branchline_checkpoint` then
+    says what was read from where.  Such a model runs once it is wrapped.
 
     Args:
         folder: of the checkpoint.
@@ -94,13 +95,13 @@ def _load_quantized(
     loader = getattr(model, "hf_quantizer", None)
     assert isinstance(loader, QuantizedLoader)
     unexpected = report["unexpected_keys"]
-    unused = loader.unused(unexpected)
-    check_complete(folder, {**report, "unexpected_keys": unused})
+    check_complete(folder, {**report, "unexpected_keys": loader.unused(unexpected)})
     resolved = loader.install(model)
-    ignored = [name for name in unexpected if name not in unused]
+    ignored = loader.ignored(unexpected)
+    notes = [f"of the KV cache and not used: {some(ignored)}"] if ignored else []
     # Any: an attribute of ours on a class of transformers'.
     noted: Any = model
-    noted.branchline_checkpoint = with_decisions(resolved, ignored)
+    noted.branchline_checkpoint = with_notes(resolved, notes)
     return model
 
 

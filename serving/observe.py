@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from ..core.platform import detect_platform
 from ..fusion.record import record, row_layouts
 from ..linear.branching import RowLayout
 from ..linear.calibration import Calibration, Observer, choose_ranges, count_magnitudes
+from ..linear.experts.layer import ExpertsLinear
 from ..linear.kernels.float import FloatLinear
 from ..linear.quantized_linear import QuantizedLinear
 from ..linear.registry import LayerRegistry
 from ..linear.routed import RoutedLinear
 from ..linear.weights import find_linears, replace_module
+from .experts import ModelExperts
 from .inputs import example_inputs
 
 
 @dataclass(frozen=True)
 class Observed:
-    """What linears saw.
+    """What linears, and projections of experts, saw.
 
     Attributes:
         ranges: the input range of each.
@@ -61,11 +65,14 @@ def observe_inputs(
             replace_module(model, path, layer)
         registry.add(layer)
         layer.weight_was_read = False
+    experts = ModelExperts(model, registry, ExitStack(), None, {})
+    experts.route(detect_platform(next(iter(registry)).device))
     inputs = example_inputs(model)
     with torch.no_grad():
         layouts = row_layouts(model, inputs, record(model, inputs))
     for layer in registry:
-        layer.row_layout = layouts.get(layer.name, RowLayout.UNKNOWN)
+        ran = layer.experts_name if isinstance(layer, ExpertsLinear) else layer.name
+        layer.row_layout = layouts.get(ran, RowLayout.UNKNOWN)
     read = frozenset(layer.name for layer in registry if layer.weight_was_read)
     histograms = count_magnitudes(model, registry, batches)
     saturated = {name: observer.saturated(seen) for name, seen in histograms.items()}

@@ -16,9 +16,11 @@ from ..adapters.manager import AdapterManager
 from ..adapters.tuners import TUNERS
 from ..adapters.version import AdapterInfo, Tier
 from ..core.errors import AdapterNotFoundError, AdapterUnsupportedError
+from ..linear.experts.kernels.base import QuantizedGroupedKernel
+from ..linear.experts.layer import ExpertsLinear
 from ..linear.kernels.base import QuantizedKernel
 from ..linear.registry import LayerRegistry
-from ..linear.routed import RoutedLinear
+from ..linear.routed import RoutedLayer, RoutedLinear
 
 # What the classes of PEFT raise where a value is not one that they can work with.
 _REFUSALS = (TypeError, ValueError, AttributeError, LookupError, ImportError)
@@ -176,9 +178,9 @@ def _devices(info: AdapterInfo, device: str) -> list[str]:
 
 
 def _backend(place: object) -> str | None:
-    if isinstance(place, RoutedLinear) and isinstance(place.kernel, QuantizedKernel):
-        return str(place.kernel.contract.key)
-    return None
+    kernel = place.kernel if isinstance(place, RoutedLayer) else None
+    quantized = isinstance(kernel, QuantizedKernel | QuantizedGroupedKernel)
+    return str(kernel.contract.key) if quantized else None
 
 
 def _mixed(backends: set[str | None]) -> str | None:
@@ -197,6 +199,10 @@ def _base_parameters(model: nn.Module) -> int:
                 weight = None
                 total += module.in_features * module.out_features
             own = [weight, bias]
+        elif isinstance(module, ExpertsLinear):
+            bias, own = module.kernel.bias(), []
+            total += module.experts * module.in_features * module.out_features
+            total += 0 if bias is None else bias.numel()
         else:
             own = list(module.parameters(recurse=False))
         for tensor in own:

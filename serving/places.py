@@ -1,4 +1,4 @@
-"""Embeddings and norms of a model that take adapters, found and put in place by `wrap`."""
+"""Embeddings, norms and routers of a model that take adapters, found and put in place by `wrap`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from ..fusion.discover import Discovery
 from ..fusion.site import Site
 from ..linear.branching import RowLayout
 from ..linear.registry import LayerRegistry
+from ..linear.router import RouterPlace
+
+AnyPlace = EmbeddingPlace | NormPlace | RouterPlace
 
 _NO_ROWS = "it is not called with one tensor in which the batch's rows lie apart"
 
@@ -24,10 +27,10 @@ class FoundPlaces:
 
     Attributes:
         places: in the order of their index.
-        refusals: why the other embeddings and norms take none, by name.
+        refusals: why the others take none, by name of the target.
     """
 
-    places: tuple[EmbeddingPlace | NormPlace, ...]
+    places: tuple[AnyPlace, ...]
     refusals: dict[str, str]
 
     def install(self, registry: LayerRegistry) -> None:
@@ -58,18 +61,18 @@ def find_places(
         found: its sites, and where modules keep the batch's rows.
         split: embeddings that are split over ranks, and whose forward gives whole rows.
     """
-    places: list[EmbeddingPlace | NormPlace] = []
+    places: list[AnyPlace] = []
     refusals: dict[str, str] = {}
     norms = _NormMaker(registry, found.sites)
 
-    def take(name: str, make: Callable[..., EmbeddingPlace | NormPlace | str]) -> None:
+    def take(name: str, make: Callable[..., AnyPlace | str], target: str = "") -> None:
         layout = found.row_layouts.get(name, RowLayout.UNKNOWN)
         module = model.get_submodule(name)
         made = _NO_ROWS
         if layout != RowLayout.UNKNOWN:
             made = make(name, len(registry) + len(places), module, layout)
         if isinstance(made, str):
-            refusals[name] = made
+            refusals[target or name] = made
         else:
             places.append(made)
 
@@ -83,10 +86,20 @@ def find_places(
             return factor
         return EmbeddingPlace(name, index, module, registry, layout, factor)
 
+    def router(name: str, index: int, module: nn.Module, layout: RowLayout):
+        if name not in found.routers:
+            return "it does not multiply with its weight once a forward, as routers do"
+        if "forward" in vars(module):
+            return "its forward was patched onto the object"
+        return RouterPlace(name, index, module, registry, layout)
+
     for name in base.embeddings:
         take(name, embedding)
     for name in base.norms:
         take(name, norms.make)
+    for target in base.experts.values():
+        if target.name not in registry.layers:
+            take(target.module, router, target.name)
     return FoundPlaces(tuple(places), refusals)
 
 

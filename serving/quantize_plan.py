@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -16,14 +16,20 @@ from transformers.pytorch_utils import Conv1D
 from ..core.errors import CheckpointError, ConfigError
 from ..core.scheme import SCHEMES, LinearScheme
 from ..linear.checkpoint import TensorHeader
-from ..linear.weights import kind_refusal
+from ..linear.experts.find import holds_experts
+from ..linear.weights import LinearModule, kind_refusal, linear_shape
 from .base_facts import base_facts
 from .checkpoint_names import CheckpointNames, checkpoint_names, tied_weight
 from .folder import model_class, read_config
 from .settings import Ignore, Percentile, QuantizeHead, Settings, ignored_linears
+from .stored_experts import StoredProjection, find_stored_experts
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _WEIGHT = ".weight"
+_STACKED = "its experts lie in one tensor, and the format has linears alone"
+_OWN_SCALES = "linears of single experts would have global scales of their own"
+#: Of a weight of all experts.
+_DIMENSIONS = 3
 _NO_HEAD = "it is the output head"
 
 
@@ -53,8 +59,10 @@ class QuantizePlan:
     """What is quantised, and what is not.
 
     Attributes:
-        linears: name in the checkpoint -> name in the model, of those that are quantised.
-        unquantized: the other linears by their names in the model, with the reason.
+        linears: name in the checkpoint -> name in the model, of those that are quantised; linears
+            of single experts have the name of their projection.
+        unquantized: the other linears and projections of experts by their names in the model, with
+            the reason.
         ignore: names that readers must leave alone: those of `unquantized`, and the checkpoint's
             own where they differ.
         dtype: weights are rounded to it before they are quantised, as loading the model does;
@@ -94,35 +102,96 @@ def plan_quantization(
     with torch.device("meta"):
         model = model_class(config, folder)(config)
     names = checkpoint_names(model, headers)
-    reasons = _reasons(model, names, settings)
+    experts, left = _experts(model, names, headers)
+    reasons = _reasons(model, names, settings, (*experts, *left))
     linears = {
         names.stored[name]: name
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and name not in reasons
     }
+    shapes = {stored: linear_shape(_linear(model, name)) for stored, name in linears.items()}
+    for name, projection in experts.items():
+        if name not in reasons:
+            singles = [linear for half in projection.halves for linear in half]
+            linears |= dict.fromkeys(singles, name)
+            shapes |= dict.fromkeys(singles, projection.shape)
     if not linears:
         reason = f"leaves no linear to quantise: {'; '.join(sorted(set(reasons.values())))}"
         raise ConfigError(f"scheme {settings.scheme}", reason, "quantise another model")
-    for stored, name in linears.items():
-        _check(stored, model.get_submodule(name), headers)
-    _check_groups({stored: model.get_submodule(name) for stored, name in linears.items()}, settings)
+    for stored, shape in shapes.items():
+        _check(stored, shape, headers)
+    _check_groups(shapes, settings)
     ignore = dict.fromkeys(
-        stored for name in reasons for stored in (name, names.stored.get(name, name))
+        stored for name in reasons if name not in left for stored in _stored(name, names, experts)
     )
+    ignore |= dict.fromkeys(_routers(model, names, experts))
     dtype = config.dtype if config.dtype in _FLOATS else None
-    return QuantizePlan(linears, reasons, tuple(ignore), dtype)
+    return QuantizePlan(linears, {**reasons, **left}, tuple(ignore), dtype)
+
+
+def _experts(
+    model: PreTrainedModel, names: CheckpointNames, headers: Mapping[str, TensorHeader]
+) -> tuple[dict[str, StoredProjection], dict[str, str]]:
+    """Projections of experts that are linears in the checkpoint, and why others are none."""
+    found, refused = find_stored_experts(model, names, headers)
+    known = {
+        f"{name}.{projection}": stored
+        for name, experts in found.items()
+        for projection, stored in experts.projections.items()
+    }
+    left = {
+        f"{name}.{projection}": refused.get(name, _STACKED)
+        for name, module in model.named_modules()
+        if name not in found and holds_experts(module)
+        for projection, parameter in module.named_parameters(recurse=False)
+        if parameter.dim() == _DIMENSIONS
+    }
+    return known, left
+
+
+def _stored(
+    name: str, names: CheckpointNames, experts: Mapping[str, StoredProjection]
+) -> tuple[str, ...]:
+    """What readers may call a linear, or the linears of a projection, that stays."""
+    if name in experts:
+        return tuple(linear for half in experts[name].halves for linear in half)
+    return name, names.stored.get(name, name)
+
+
+def _routers(
+    model: PreTrainedModel, names: CheckpointNames, experts: Iterable[str]
+) -> Iterator[str]:
+    """Matrices beside experts that are no linears here, but that other readers take for such."""
+    blocks = {name.rpartition(".")[0].rpartition(".")[0] for name in experts}
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        beside = name.rpartition(".")[0] in blocks and name in names.stored
+        if beside and not isinstance(module, nn.Linear) and getattr(weight, "ndim", 0) == 2:
+            yield names.stored[name]
 
 
 def _reasons(
-    model: PreTrainedModel, names: CheckpointNames, settings: QuantizeConfig
+    model: PreTrainedModel,
+    names: CheckpointNames,
+    settings: QuantizeConfig,
+    experts: Sequence[str],
 ) -> dict[str, str]:
-    """Why linears stay as they are."""
+    """Why linears, and projections of experts, stay as they are."""
     candidates = [
         name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)
     ]
-    ignored = ignored_linears(candidates, settings.ignore)
+    ignored = ignored_linears((*candidates, *experts), settings.ignore)
     head = base_facts(model).output_embedding
     reasons: dict[str, str] = {}
+    modules = {name.rpartition(".")[0] for name in experts if name in ignored}
+    for name in experts:
+        # Readers take all projections of a layer's experts as quantised, or none.
+        if name in ignored:
+            reasons[name] = f"ignored by {ignored[name]!r}"
+        elif name.rpartition(".")[0] in modules:
+            reasons[name] = "the other projection of these experts is ignored"
+        elif settings.linear_scheme.weight.global_scale:
+            reasons[name] = _OWN_SCALES
     for name in candidates:
         module = model.get_submodule(name)
         refusal = kind_refusal(module)
@@ -149,32 +218,35 @@ def _reasons(
     return reasons
 
 
-def _check(stored: str, module: nn.Module, headers: Mapping[str, TensorHeader]) -> None:
-    assert isinstance(module, nn.Linear)
+def _linear(model: PreTrainedModel, name: str) -> LinearModule:
+    module = model.get_submodule(name)
+    assert isinstance(module, LinearModule)
+    return module
+
+
+def _check(stored: str, wanted: tuple[int, int], headers: Mapping[str, TensorHeader]) -> None:
     header = headers.get(f"{stored}.weight")
-    wanted = (module.out_features, module.in_features)
     if header is None or header.dtype not in _FLOATS or header.shape != wanted:
         found = "no weight" if header is None else f"a weight {header.dtype} {header.shape}"
         reason = f"has {found}, expected float16, bfloat16 or float32 {wanted}"
         raise CheckpointError(stored, reason, "pass an unquantised checkpoint of this model")
 
 
-def _check_groups(linears: Mapping[str, nn.Module], settings: QuantizeConfig) -> None:
+def _check_groups(shapes: Mapping[str, tuple[int, int]], settings: QuantizeConfig) -> None:
     """Other readers of the format take no part of a group: name all that have one at once."""
     columns = settings.linear_scheme.weight.columns
     tails: dict[str, list[str]] = {}
-    for stored, module in linears.items():
-        assert isinstance(module, nn.Linear)
-        if columns and module.in_features % columns:
+    for stored, (_, inputs) in shapes.items():
+        if columns and inputs % columns:
             pattern = f"*.{stored.rpartition('.')[2]}"
-            tails.setdefault(f"{pattern} ({module.in_features})", []).append(stored)
+            tails.setdefault(f"{pattern} ({inputs})", []).append(stored)
     if not tails:
         return
     count = sum(map(len, tails.values()))
     patterns = [kind.partition(" ")[0] for kind in tails]
     raise ConfigError(
         f"scheme {settings.scheme}",
-        f"takes inputs in groups of {columns}; {count} of {len(linears)} linears have other "
+        f"takes inputs in groups of {columns}; {count} of {len(shapes)} linears have other "
         f"columns: {', '.join(tails)}",
         f"leave them out with ignore={patterns} (command line: "
         + " ".join(f"--ignore '{pattern}'" for pattern in patterns)

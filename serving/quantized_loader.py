@@ -2,13 +2,14 @@
 
 transformers reads the shards, renames, ties and casts; only the quantised linears are ours.  Before
 the weights are read, each is replaced by a module that has the checkpoint's tensors for parameters;
-afterwards, one by one, by a `QuantizedLinear`.  Nothing is ever dequantised.
+afterwards, one by one, by a `QuantizedLinear`.  Codes of experts, which transformers would stack,
+are read by us.  Nothing is ever dequantised.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,12 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..core.errors import CheckpointError
 from ..linear.checkpoint import KV_CACHE_SCALES, CheckpointQuant, ResolvedQuant, TensorHeader
 from ..linear.quantized_linear import QuantizedLinear
-from ..linear.weights import kind_refusal, replace_module
-from .checkpoint_names import CheckpointNames, checkpoint_names, tied_weight
-from .folder import some
+from ..linear.weights import replace_module
+from .pending_experts import ExpertsReader, PendingExperts
 from .shards import read_headers
+from .stored_model import StoredModel, with_notes
 
 _METHOD = "branchline"
 
@@ -43,14 +43,6 @@ class LoaderConfig(QuantizationConfigMixin):
         self.metadata = metadata
 
 
-@dataclass(frozen=True)
-class _Found:
-    """What the metadata and the headers say of the model."""
-
-    names: CheckpointNames
-    resolved: ResolvedQuant
-
-
 class QuantizedLoader(HfQuantizer):
     """Puts modules with the checkpoint's tensors in place of the quantised linears."""
 
@@ -59,7 +51,9 @@ class QuantizedLoader(HfQuantizer):
     def __init__(self, quantization_config: LoaderConfig, **_: Any) -> None:
         # The weights are quantised, though the config that transformers sees no longer says so.
         super().__init__(quantization_config, pre_quantized=True)
-        self._found: _Found | None = None
+        self._found: StoredModel | None = None
+        self._files: tuple[Path, ...] = ()
+        self._passed_over: set[str] = set()
         self._kept: frozenset[str] = frozenset()
 
     @property
@@ -80,44 +74,71 @@ class QuantizedLoader(HfQuantizer):
     ) -> None:
         metadata = self.quantization_config.metadata
         assert metadata is not None
-        headers = read_headers(map(Path, checkpoint_files))
-        names = checkpoint_names(model, headers)
-        resolved = metadata.resolve(stored_linears(model, names), headers)
-        in_model = names.in_model()
+        self._files = tuple(map(Path, checkpoint_files))
+        found = StoredModel.read(model, metadata, read_headers(self._files))
         kept = set()
-        for stored in resolved.schemes:
-            name = in_model[stored]
-            tensors = _by_last_part(stored, resolved, headers)
-            refuse_tied(model, name)
+        for name, stored in found.linears.items():
+            tensors = _by_last_part(stored, found.resolved, found.headers)
             _replace(model, name, PendingLinear(model.get_submodule(name), tensors))
             kept |= {f"{name}.{part}" for part in tensors}
-        refuse_leftovers(headers, resolved)
-        self._found, self._kept = _Found(names, resolved), frozenset(kept)
+        for name, experts in found.experts.items():
+            _replace(model, name, PendingExperts(model.get_submodule(name), experts))
+        self._found, self._kept = found, frozenset(kept)
+        self._pass_over_experts(model, found)
+
+    def _pass_over_experts(self, model: PreTrainedModel, found: StoredModel) -> None:
+        """`install` reads them: transformers would report thousands of tensors without a place."""
+        prefix = re.escape(f"{model.base_model_prefix}.")
+        for name, stored in found.experts.items():
+            experts = re.sub(f"^{prefix}", "", re.escape(name))
+            weights = "|".join(stored.projections)
+            self._passed_over.add(rf"^({prefix})?{experts}\.(\d+\.|{weights})")
+        before = model._keys_to_ignore_on_load_unexpected or ()
+        model._keys_to_ignore_on_load_unexpected = {*before, *self._passed_over}
 
     def unused(self, unexpected: Sequence[str]) -> list[str]:
         """Those of the unexpected tensors that no loader could do without: not the KV cache's."""
         return [name for name in unexpected if name.rpartition(".")[2] not in KV_CACHE_SCALES]
 
+    def ignored(self, unexpected: Sequence[str]) -> list[str]:
+        """Those of the unexpected tensors that nobody reads: the KV cache's."""
+        return [name for name in unexpected if name.rpartition(".")[2] in KV_CACHE_SCALES]
+
     def install(self, model: PreTrainedModel) -> ResolvedQuant:
-        """Turn what was loaded into `QuantizedLinear`s, one at a time.
+        """Turn what was loaded into `QuantizedLinear`s and `QuantizedExperts`, one at a time.
 
         Raises:
-            CheckpointError: codes of another shape than the model's.
+            CheckpointError: codes of another shape than the model's, or experts that no one
+                scheme holds.
             ScaleError: a scale that cannot be used.
         """
         assert self._found is not None
-        names, resolved = self._found.names, self._found.resolved
-        in_model = names.in_model()
-        for stored, scheme in resolved.schemes.items():
-            name = in_model[stored]
+        found, resolved = self._found, self._found.resolved
+        for name, stored in found.linears.items():
             pending = model.get_submodule(name)
             assert isinstance(pending, PendingLinear)
             tensors = {f"{stored}.{part}": tensor for part, tensor in pending.named_buffers()}
             weight, contract = resolved.assemble(stored, tensors, pending.shape)
+            scheme = resolved.schemes[stored]
             made = QuantizedLinear(name, weight, pending.bias, scheme, contract, model.dtype)
             _replace(model, name, made.train(pending.training))
+        notes = self._install_experts(model, found)
         _forget(model)
-        return resolved
+        kept = set(model._keys_to_ignore_on_load_unexpected or ()) - self._passed_over
+        model._keys_to_ignore_on_load_unexpected = kept
+        return with_notes(resolved, notes)
+
+    def _install_experts(self, model: PreTrainedModel, found: StoredModel) -> list[str]:
+        if not found.experts:
+            return []
+        dtype = model.dtype
+        reader = ExpertsReader(self._files, found.resolved, found.in_files)
+        for name, stored in found.experts.items():
+            pending = model.get_submodule(name)
+            assert isinstance(pending, PendingExperts)
+            device = _device_beside(model, name)
+            _replace(model, name, reader.read(stored, pending, dtype, device))
+        return [f"{text} (experts of {count} modules)" for text, count in reader.notes.items()]
 
 
 # Not as decorators: their annotations would forget the classes.
@@ -144,62 +165,10 @@ class PendingLinear(nn.Module):
             self.register_buffer(part, torch.empty(shape, dtype=dtype, device="meta"))
 
 
-def stored_linears(model: PreTrainedModel, names: CheckpointNames) -> list[str]:
-    """The model's linears as the checkpoint names them; those that it has not, by their own names.
-
-    Linears whose weights transformers merges or splits have no name in the checkpoint.
-    """
-    return [
-        names.stored.get(name, name)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-        and kind_refusal(module) is None
-        and name not in names.converted
-    ]
-
-
 def _by_last_part(
     stored: str, resolved: ResolvedQuant, headers: Mapping[str, TensorHeader]
 ) -> dict[str, TensorHeader]:
     return {full.rpartition(".")[2]: headers[full] for full in resolved.tensor_names(stored)}
-
-
-def refuse_tied(model: PreTrainedModel, name: str) -> None:
-    """Refuse a quantised linear of the model that shares its weight.
-
-    Raises:
-        CheckpointError: the config ties it.
-    """
-    other = tied_weight(model, name)
-    if other is not None:
-        raise CheckpointError(
-            name,
-            f"is quantised, but the config ties its weight to {other}",
-            "set tie_word_embeddings to false if the checkpoint has both",
-        )
-
-
-def refuse_leftovers(headers: Mapping[str, TensorHeader], resolved: ResolvedQuant) -> None:
-    """Refuse codes that no linear takes: transformers would cast them to the model's dtype.
-
-    Raises:
-        CheckpointError: there are such tensors.
-    """
-    used = {full for stored in resolved.schemes for full in resolved.tensor_names(stored)}
-    left = [n for n, header in headers.items() if is_codes(n, header) and n not in used]
-    if left:
-        raise CheckpointError(
-            some(left),
-            "holds codes, but belongs to no linear of the model that is read as quantised",
-            "pass a checkpoint whose linears alone are quantised, one by one",
-        )
-
-
-def is_codes(name: str, header: TensorHeader) -> bool:
-    """Whether a tensor holds, or must be taken to hold, quantised values."""
-    if header.dtype.is_floating_point:
-        return header.dtype.itemsize < 2
-    return header.dtype in (torch.int8, torch.uint8) and name.endswith(".weight")
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
@@ -207,6 +176,12 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
     for path, found in list(model.named_modules(remove_duplicate=False)):
         if found is before:
             replace_module(model, path, module)
+
+
+def _device_beside(model: nn.Module, name: str) -> torch.device:
+    """Where the router of these experts was put, or else the model."""
+    parent = model.get_submodule(name.rpartition(".")[0])
+    return next(parent.parameters(), next(model.parameters())).device
 
 
 def _forget(model: PreTrainedModel) -> None:
@@ -217,11 +192,3 @@ def _forget(model: PreTrainedModel) -> None:
         if isinstance(module, PreTrainedModel):
             for field in ("_is_quantized", "quantization_config"):
                 vars(module.config).pop(field, None)
-
-
-def with_decisions(resolved: ResolvedQuant, ignored: Sequence[str]) -> ResolvedQuant:
-    """`resolved`, that also says which tensors of the checkpoint were not loaded."""
-    if not ignored:
-        return resolved
-    note = f"of the KV cache and not used: {some(ignored)}"
-    return replace(resolved, decisions=(*resolved.decisions, note))

@@ -130,7 +130,9 @@ class _Wrapping:
         self.model.eval()
         self._check_settings(calibration)
         originals = self._route_linears()
-        self.experts = ModelExperts(self.model, self.registry, self.undo, self.config.linear_kernel)
+        self.experts = ModelExperts(
+            self.model, self.registry, self.undo, self.config.linear_kernel, self.split.experts
+        )
         self.experts.route(self._platform(self._device()))
         skipped = self._ignored(originals)
         self._note_ties(originals, skipped)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import tempfile
 from pathlib import Path
@@ -10,6 +11,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
+
+#: KiB of shared memory that a program may have, by architecture.
+SHARED = {89: 99, 90: 227, 100: 227, 120: 99}
+#: What multiplies FP8 codes: of few rows and of many the same kind, and 32 columns of K at a time.
+FP8_PRODUCTS = {
+    89: r"\bQMMA\.16832\.F32\.E4M3\.E4M3\b",
+    90: r"\bQGMMA\.64x\d+x32\.F32\.E4M3\.E4M3\b",
+    100: r"\bUTCQMMA\b",
+    120: r"\bQMMA\.16832\.F32\.E4M3\.E4M3\b",
+}
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -35,3 +46,12 @@ def read_code(kernel, *command: str) -> str:
         file.flush()
         run = [str(_TOOLS / command[0]), *command[1:], file.name]
         return subprocess.run(run, check=True, capture_output=True, text=True).stdout
+
+
+def refuse_spills(kernel, architecture: int) -> None:
+    """Assert that a compiled kernel keeps everything in registers and shared memory."""
+    usage = read_code(kernel, "cuobjdump", "--dump-resource-usage")
+    stack, local = re.search(r"STACK:(\d+).*?LOCAL:(\d+)", usage).groups()
+    assert (stack, local) == ("0", "0")
+    assert not re.search(r"\b(STL|LDL)\b", read_code(kernel, "nvdisasm", "-c"))
+    assert kernel.metadata.shared <= SHARED[architecture] * 1024

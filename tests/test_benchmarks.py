@@ -22,7 +22,14 @@ def run(*arguments: str) -> str:
 
 def test_the_cpu_benchmarks_run():
     out = run("benchmarks", "--short")
-    for part in ("relu2", "silu_mul", "rms_norm[llama]", "dual for 1 of 16 rows", "absorbed"):
+    for part in (
+        "relu2",
+        "silu_mul",
+        "rms_norm[llama]",
+        "dual for 1 of 16 rows",
+        "absorbed",
+        "512 tokens",
+    ):
         assert part in out
 
 
@@ -30,7 +37,7 @@ def test_the_cpu_benchmarks_run():
 def test_the_gpu_script_runs(tmp_path):
     out = tmp_path / "results.json"
     small = ["--device", "cpu", "--rows", "2", "--columns", "64", "--rounds", "1", "--no-verify"]
-    small += ["--tokens", "2", "17", "--weights", "64x128"]
+    small += ["--tokens", "2", "17", "--weights", "64x128", "--layers", "3x2x32x64"]
     run("benchmarks.gpu", *small, "--out", str(out))
     results = json.loads(out.read_text(encoding="utf-8"))
     lines, matmuls = results["lines"], results["matmuls"]
@@ -41,3 +48,7 @@ def test_the_gpu_script_runs(tmp_path):
     assert {line["kernel"] for line in matmuls} >= triton
     assert {line["rows"] for line in matmuls} == {2, 17}
     assert all(line["microseconds"] > 0 for line in matmuls)
+    grouped = results["experts"]
+    assert {line["kernel"] for line in grouped} >= triton
+    assert {line["tokens"] for line in grouped} == {2, 17}
+    assert all(line["microseconds"] > 0 for line in grouped)

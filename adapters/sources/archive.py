@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ...core.errors import AdapterFormatError, AdapterSourceError, BranchlineError
-from ..config_file import CONFIG_NAME
+from ..file_names import CONFIG_NAME
 from .limits import Budget, SourceLimits
 from .local import ADAPTER_FILES
 from .source import AdapterSource

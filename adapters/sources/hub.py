@@ -16,9 +16,7 @@ from huggingface_hub.errors import (
 )
 
 from ...core.errors import AdapterError, AdapterNotFoundError, AdapterSourceError
-from ..chat_template import TEMPLATE_FILES
-from ..config_file import CONFIG_NAME
-from ..read import PICKLE_NAME, TENSORS_NAME
+from ..file_names import CONFIG_NAME, PICKLE_NAME, TEMPLATE_FILES, TENSORS_NAME
 from .limits import Budget, SourceLimits
 from .local import ADAPTER_FILES
 from .source import HubSource

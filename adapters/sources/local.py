@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ...core.errors import AdapterFormatError, AdapterNotFoundError, AdapterSourceError
-from ..chat_template import TEMPLATE_FILES
-from ..config_file import CONFIG_NAME
-from ..read import PICKLE_NAME, TENSORS_NAME
+from ..file_names import CONFIG_NAME, PICKLE_NAME, TEMPLATE_FILES, TENSORS_NAME
 from .limits import Budget, SourceLimits
 from .source import LocalSource
 

@@ -12,8 +12,7 @@ import fsspec
 from fsspec.core import url_to_fs
 
 from ...core.errors import AdapterNotFoundError, AdapterSourceError, BranchlineError
-from ..config_file import CONFIG_NAME
-from ..read import PICKLE_NAME, TENSORS_NAME
+from ..file_names import CONFIG_NAME, PICKLE_NAME, TENSORS_NAME
 from .archive import unpack
 from .limits import Budget, SourceLimits
 from .source import UrlSource

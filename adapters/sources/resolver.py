@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ...core.errors import ConfigError
-from ..config_file import CONFIG_NAME
+from ..file_names import CONFIG_NAME
 from .remote import ARCHIVE_SUFFIXES
 from .source import AdapterSource, LocalSource
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, partial
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from ...core.errors import AdapterUnsupportedError
-from ..base import TargetEmbedding, TargetLayer
+from ..base import TargetEmbedding, TargetExperts, TargetLayer
+from ..expert_names import is_apart, names_in_config
 from ..findings import Finding, unsupported
 from ..lowering import lora as lowering
 from ..lowering.base import BaseLinear, Effect, Shapes
 from ..patterns import EndPatterns, Within
 from ..tensor_file import TensorHeader
 from ..weights import AnyWeights
+from . import lora_experts
 from .base import Lowering, Module, TunerType
 from .config import ConfigKeys, Index, Number, Numbers, Rank, Ranks, TunerConfig
 
@@ -66,6 +69,9 @@ class LoraConfigFile(TunerConfig):
     alora_invocation_tokens: list[Index] | None = None
     rank_pattern: Ranks = Field(default_factory=lambda: EndPatterns({}))
     alpha_pattern: Numbers = Field(default_factory=lambda: EndPatterns({}))
+    target_parameters: list[str] | None = None
+    # Of any type: it counts only where it tells how a parameter's halves lie.
+    peft_version: Any = None
 
 
 class Lora(TunerType[LoraConfigFile]):
@@ -74,11 +80,11 @@ class Lora(TunerType[LoraConfigFile]):
     peft_type = "LORA"
     effect = Effect.RAW
     computed = (
-        "a low-rank product; DoRA also a gain, `lora_bias` a shift; activated LoRA from its "
-        "invocation tokens on"
+        "a low-rank product, of each expert by itself on experts; DoRA also a gain, `lora_bias` a "
+        "shift; activated LoRA from its invocation tokens on"
     )
     config = LoraConfigFile
-    targets = (TargetLayer, TargetEmbedding)
+    targets = (TargetLayer, TargetEmbedding, TargetExperts)
     kinds = "linear or embedding"
     keys = ConfigKeys(
         served=frozenset(
@@ -94,6 +100,7 @@ class Lora(TunerType[LoraConfigFile]):
                 "rank_pattern",
                 "alpha_pattern",
                 "target_modules",
+                "target_parameters",
                 "exclude_modules",
                 "layers_to_transform",
                 "layers_pattern",
@@ -124,7 +131,6 @@ class Lora(TunerType[LoraConfigFile]):
             "layer_replication": "layer replication",
             "megatron_config": "Megatron layers",
             "monteclora_config": "Monteclora",
-            "target_parameters": "LoRA on bare parameters",
             "use_qalora": "QALoRA",
             "velora_config": "VeLoRA",
         },
@@ -151,7 +157,14 @@ class Lora(TunerType[LoraConfigFile]):
         return ends
 
     def shapes(self, config: LoraConfigFile, module: Module) -> Shapes:
-        """lora_A `(r, K)` and lora_B `(N, r)`; of an embedding A `(r, V)` and B `(D, r)`."""
+        """lora_A `(r, K)` and lora_B `(N, r)`; of an embedding A `(r, V)` and B `(D, r)`.
+
+        Those of experts are told by `lora_experts`.
+        """
+        if isinstance(module.target, TargetExperts):
+            _refuse_activated(config, module.target)
+            settings_of = partial(self._settings, config)
+            return lora_experts.shapes(module, settings_of, config.peft_version)
         settings, target = self.settings(config, module), module.target
         if isinstance(target, TargetEmbedding):
             return lowering.embedding_shapes(settings, target.num_embeddings, target.embedding_dim)
@@ -161,7 +174,13 @@ class Lora(TunerType[LoraConfigFile]):
 
     def dimensions(self, part: str) -> tuple[str, ...] | None:
         """Of every part that has a size of the layer's."""
+        if part[0].isdigit():
+            part = part.rpartition(".")[2]
         return {
+            "experts.lora_A": ("ranks of all experts", "inputs"),
+            "experts.lora_B": ("outputs", "ranks of all experts"),
+            "stacked.lora_A": ("experts", "rank", "inputs"),
+            "stacked.lora_B": ("experts", "outputs", "rank"),
             "lora_A": ("rank", "inputs"),
             "lora_B": ("outputs", "rank"),
             "lora_embedding_A": ("rank", "tokens"),
@@ -172,7 +191,9 @@ class Lora(TunerType[LoraConfigFile]):
 
     def rank(self, config: LoraConfigFile, module: Module) -> int:
         """After the patterns."""
-        return self.patterned(config.rank_pattern, config.r, module)
+        if isinstance(module.target, TargetExperts):
+            return lora_experts.rank(module, partial(self._settings, config))
+        return self._rank(config, module)
 
     def invocation(self, config: LoraConfigFile) -> tuple[int, ...]:
         """Of activated LoRA."""
@@ -196,6 +217,9 @@ class Lora(TunerType[LoraConfigFile]):
 
     def lower(self, config: LoraConfigFile, module: Module, given: Lowering) -> AnyWeights:
         """A product; with DoRA also a gain, with `lora_bias` a shift."""
+        if isinstance(module.target, TargetExperts):
+            settings_of = partial(self._settings, config)
+            return lora_experts.lower(module, dict(given.tensors), settings_of, config.peft_version)
         settings, target = self.settings(config, module), module.target
         if isinstance(target, TargetEmbedding):
             if config.alora_invocation_tokens:
@@ -210,10 +234,21 @@ class Lora(TunerType[LoraConfigFile]):
         return lowering.lower(given.tensors, settings, given.base_linear(module.linear))
 
     def settings(self, config: LoraConfigFile, module: Module) -> lowering.LoraSettings:
-        """The settings of one module, after the patterns."""
+        """The settings of one module, after the patterns.
+
+        Where an adapter has each expert by itself, those of the first one's first linear.
+        """
+        if is_apart(module):
+            module = replace(module, alias=names_in_config(module)[0])
+        return self._settings(config, module)
+
+    def _rank(self, config: LoraConfigFile, module: Module) -> int:
+        return self.patterned(config.rank_pattern, config.r, module)
+
+    def _settings(self, config: LoraConfigFile, module: Module) -> lowering.LoraSettings:
         a_blocks, b_blocks = self._blocks(config, module.alias)
         return lowering.LoraSettings(
-            rank=self.rank(config, module),
+            rank=self._rank(config, module),
             alpha=self.patterned(config.alpha_pattern, config.lora_alpha, module),
             use_rslora=config.use_rslora,
             use_dora=config.use_dora,
@@ -232,6 +267,15 @@ class Lora(TunerType[LoraConfigFile]):
         if blocks.within_b.has(alias):
             return 1, blocks.nblocks
         return 1, 1
+
+
+def _refuse_activated(config: LoraConfigFile, target: TargetExperts) -> None:
+    if config.alora_invocation_tokens:
+        raise AdapterUnsupportedError(
+            f"experts {target.name!r}",
+            "have branches of an activated LoRA, which PEFT has on linears only",
+            "train the adapter on linears",
+        )
 
 
 def _initialisation(value: object) -> list[Finding]:
@@ -255,6 +299,9 @@ def _initialisation(value: object) -> list[Finding]:
 def _combinations(raw: Mapping[str, Any]) -> list[Finding]:
     variants = ("use_dora", "lora_bias", "use_bdlora", "alora_invocation_tokens")
     used = [key for key in variants if raw.get(key)]
+    if raw.get("target_parameters"):
+        beside = [key for key in lora_experts.REFUSED_BESIDE_PARAMETERS if raw.get(key)]
+        used = ["target_parameters", *beside]
     if raw.get("alora_invocation_tokens"):
         # They would have to act on some tokens of a row and not on others.
         used += [key for key in ("modules_to_save", "trainable_token_indices") if raw.get(key)]

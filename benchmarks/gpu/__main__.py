@@ -2,7 +2,8 @@
 
 ``python -m benchmarks.gpu --out results.json`` takes a few minutes.  Every time of a producer is a
 median beside that of the eager pair and of a plain copy of the input, in one process; that of a
-matmul beside bfloat16's.  ``--only matmul`` takes less than two minutes.
+matmul beside bfloat16's.  ``--only matmul`` takes less than two minutes; ``--only experts`` has the
+grouped ones of mixtures of experts.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import matmul
+from benchmarks.gpu import experts, matmul
 from benchmarks.gpu.timing import alternate
 from benchmarks.harness import GLOBAL_SCALE, SCALE, random_bf16, say
 from branchline.core import (
@@ -170,7 +171,8 @@ def _arguments() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "--columns", {"type": int, "default": 11264}
     yield "--tokens", {"type": int, "nargs": "+", "default": matmul.TOKENS}
     yield "--weights", {"nargs": "+", "default": matmul.WEIGHTS, "metavar": "NxK"}
-    yield "--only", {"choices": ["producers", "matmul"], "help": "leave the other part out"}
+    yield "--layers", {"nargs": "+", "default": experts.LAYERS, "metavar": "ExkxNxK"}
+    yield "--only", {"choices": ["producers", "matmul", "experts"], "help": "leave the rest out"}
     yield "--rounds", {"type": int, "default": 50}
     yield "--out", {"type": Path, "help": "write the results as JSON"}
     yield "--no-verify", {"action": "store_true", "help": "skip the check against the definition"}
@@ -183,12 +185,15 @@ def main(arguments: list[str] | None = None) -> int:
         parser.add_argument(name, **settings)
     chosen = parser.parse_args(arguments)
     results: dict[str, Any] = {"device": _device_name(chosen.device), "torch": torch.__version__}
-    if chosen.only != "matmul" and not _producers(chosen, results):
+    parts = (chosen.only,) if chosen.only else ("producers", "matmul", "experts")
+    if "producers" in parts and not _producers(chosen, results):
         # No speed of a kernel that computes something else.
         return _write(chosen.out, results, 1)
-    if chosen.only != "producers":
-        tokens, weights = tuple(chosen.tokens), tuple(chosen.weights)
-        results["matmuls"] = matmul.run(chosen.device, tokens, weights, chosen.rounds)
+    device, tokens, rounds = chosen.device, tuple(chosen.tokens), chosen.rounds
+    if "matmul" in parts:
+        results["matmuls"] = matmul.run(device, tokens, tuple(chosen.weights), rounds)
+    if "experts" in parts:
+        results["experts"] = experts.run(device, tokens, tuple(chosen.layers), rounds)
     return _write(chosen.out, results, 0)
 
 

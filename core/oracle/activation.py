@@ -48,8 +48,8 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_erf": Activation(F.gelu),
 }
 
-#: What a limit, and the magnitude of a multiplier, may be.
-LIMITS, FACTORS = (2.0**-14, 65504.0), (2.0**-64, 2.0**64)
+#: What a limit, and the magnitude of an offset or a multiplier, may be.
+LIMITS, OFFSETS, FACTORS = (2.0**-14, 65504.0), (2.0**-14, 65504.0), (2.0**-64, 2.0**64)
 
 #: Tables of activations that no name is known for, as a model's own module gave them.
 _custom: dict[str, torch.Tensor] = {}
@@ -60,39 +60,50 @@ class ActivationSemantics:
     """What an activation site computes.
 
     ``act(gate)``, or ``act(gate) * up`` if gated.  Before that ``gate = gate * multiplier``,
-    rounded; then ``gate = min(gate, limit)``, and ``up = clamp(up, -limit, limit)``.
+    rounded; then ``gate = min(gate, limit)``, and ``up = clamp(up, -limit, limit)``; last
+    ``up = up + up_offset``, rounded.
 
     The table of a custom activation is the gate's whole side, whatever is clamped or multiplied
     in it, and before or after the activation.  Its `limit` is that of `up` alone.
+
+    An offset is a sum in registers where a table of `up` would be a second look-up of each element.
 
     Attributes:
         activation: a name of `ACTIVATIONS`, or what `define_custom` returned.
         gated: multiplied with a second tensor.
         limit: rounded to the dtype of the tensors before it is compared; None for none.
         multiplier: of the gate, float32; None for none.
+        up_offset: added to `up` in float32, as given; None for none, which zero is not: it would
+            make +0.0 of -0.0.
 
     Raises:
-        ConfigError: a limit or multiplier out of range; a custom activation with a multiplier, or
-            with a limit and no `up`.
+        ConfigError: a limit, multiplier or offset out of range; an offset without an `up`; a custom
+            activation with a multiplier, or with a limit and no `up`.
     """
 
     activation: str
     gated: bool
     limit: float | None = None
     multiplier: float | None = None
+    up_offset: float | None = None
 
     def __post_init__(self) -> None:
-        for what, value, (least, most) in (
+        for what, size, (least, most) in (
             ("limit", self.limit, LIMITS),
-            ("multiplier", None if self.multiplier is None else abs(self.multiplier), FACTORS),
+            ("multiplier", _magnitude(self.multiplier), FACTORS),
+            ("up_offset", _magnitude(self.up_offset), OFFSETS),
         ):
             # Not zero, whose sign would count; and finite in every dtype.
-            if value is not None and not least <= value <= most:
+            if size is not None and not least <= size <= most:
                 raise ConfigError(
                     f"{what} of {self.activation}",
                     f"is {getattr(self, what):g}",
                     f"pass a finite {what} from {least:g} to {most:g}, or none",
                 )
+        if self.up_offset is not None and not self.gated:
+            raise ConfigError(
+                str(self), "adds an offset to an `up` that it has not", "leave the offset out"
+            )
         if not self.custom:
             return
         stray = "multiplier" if self.multiplier is not None else "limit"
@@ -124,10 +135,18 @@ class ActivationSemantics:
         name = f"{self.activation}_mul" if self.gated else self.activation
         facts = [
             f"{what}={value:g}"
-            for what, value in (("limit", self.limit), ("multiplier", self.multiplier))
+            for what, value in (
+                ("limit", self.limit),
+                ("multiplier", self.multiplier),
+                ("up_offset", self.up_offset),
+            )
             if value is not None
         ]
         return f"{name}[{', '.join(facts)}]" if facts else name
+
+
+def _magnitude(value: float | None) -> float | None:
+    return None if value is None else abs(value)
 
 
 def define_custom(values: torch.Tensor) -> str:
@@ -189,6 +208,9 @@ def times_up(
     assert up is not None
     if semantics.limit is not None:
         up = up.clamp(-semantics.limit, semantics.limit)
+    if semantics.up_offset is not None:
+        offset = torch.tensor(semantics.up_offset, dtype=torch.float32, device=up.device)
+        up = (up.float() + offset).to(up.dtype)
     return (side.float() * up.float()).to(side.dtype)
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from ...core.oracle import ACTIVATIONS, ActivationSemantics, activate
-from ...core.oracle.activation import FACTORS, LIMITS, define_custom, gate_side, times_up
+from ...core.oracle.activation import FACTORS, LIMITS, OFFSETS, define_custom, gate_side, times_up
 from .finding import PROBE_ERRORS, Finding, all_same_bytes
 from .placing import (
     Values,
@@ -23,6 +23,10 @@ from .placing import (
 
 #: Three dimensions: what moves elements about, or counts dimensions, is no activation.
 _SHAPE = (2, 128, 256)
+
+#: Offsets of `up` that are tried in any case: code may have written them down where no module and
+#: no graph shows them.
+_OFFSETS = (1.0,)
 
 #: What the tail of an activation, where its parts cancel, may differ by; absolute.
 _NEAR = 2.0**-18
@@ -46,8 +50,8 @@ def identify_activation(
         arity: 1, or 2 for a gated activation.
         dtype: float16, bfloat16 or float32: what it will be run in.
         device: where it will be run.
-        numbers: what its limit and multiplier may be, as found in its code; nothing is taken from
-            them without proof.
+        numbers: what its limit, multiplier and offset may be, as found in its code; nothing is
+            taken from them without proof.
 
     Returns:
         the finding, and the order of the function's arguments as (gate, up).
@@ -100,47 +104,94 @@ class _Subject(NamedTuple):
         return out
 
 
+class _Form(NamedTuple):
+    """What `up` is to the function, if it is an activation at all.
+
+    Attributes:
+        order: of its arguments, as (gate, up).
+        offset: of `up`.
+    """
+
+    order: tuple[int, ...]
+    offset: float | None = None
+
+
 def _identify(subject: _Subject) -> tuple[Finding, tuple[int, ...]]:
-    sides = {order: subject.run(order, _gate_probe(subject)) for order in subject.orders}
-    for order, side in sides.items():
-        for semantics in _candidates(subject):
-            if _resembles(subject, semantics, side) and _is_known(subject, order, semantics):
-                return Finding(semantics), order
+    sides = dict(_forms(subject))
+    for form, side in sides.items():
+        probe, seen = map(_sample, (_gate_probe(subject, form.offset), (side,)))
+        for semantics in _candidates(subject, form):
+            if _resembles(semantics, probe, *seen) and _is_known(subject, form.order, semantics):
+                return Finding(semantics), form.order
     known = f"equals none of {', '.join(ACTIVATIONS)} on all encodings of {subject.dtype}"
     if subject.dtype.itemsize != 2:
         return Finding(None, known), ()
-    for order, side in sides.items():
-        for semantics in _custom(subject, side):
+    for form, side in sides.items():
+        order = form.order
+        for semantics in _custom(subject, form, side):
             if not _equals(subject, order, semantics, _probes(subject, semantics)):
                 continue
             if _is_elementwise(subject, order, semantics):
                 return Finding(semantics), order
             return Finding(None, f"{known}, and gives an element other bytes elsewhere"), ()
-    form = "act(gate) * up, of single elements" if subject.arity == 2 else "made element by element"
-    return Finding(None, f"{known}, and is not {form}"), ()
+    kind = "act(gate) * up, of single elements" if subject.arity == 2 else "made element by element"
+    return Finding(None, f"{known}, and is not {kind}"), ()
 
 
-def _gate_probe(subject: _Subject) -> Values:
-    """Shows the gate's side: all encodings, times one."""
+def _gate_probe(subject: _Subject, offset: float | None) -> Values:
+    """Shows the gate's side: all encodings, times what is one after the offset."""
     encodings = subject.encodings()
-    return (encodings, torch.ones_like(encodings))[: subject.arity]
+    ones = torch.full_like(encodings, 1.0 - (offset or 0.0))
+    return (encodings, ones)[: subject.arity]
+
+
+def _forms(subject: _Subject) -> Iterator[tuple[_Form, torch.Tensor]]:
+    """Forms worth trying, with the gate's side that each has.
+
+    An offset is worth it if `up`, where it cancels the offset, takes the product with it.  A limit
+    below the offset hides that: such a function is not found.
+    """
+    for offset, order in itertools.product(_offsets(subject), subject.orders):
+        side = subject.run(order, _gate_probe(subject, offset))
+        if subject.arity == 2:
+            none_left = torch.full_like(side, -(offset or 0.0))
+            expected = times_up(_linear(offset), side, none_left)
+            if not all_same_bytes(subject.run(order, (subject.encodings(), none_left)), expected):
+                continue
+        yield _Form(order, offset), side
+
+
+def _offsets(subject: _Subject) -> tuple[float | None, ...]:
+    if subject.arity == 1:
+        return (None,)
+    least, most = OFFSETS
+    usable = _usable((*subject.numbers, *_OFFSETS), torch.float32)
+    # Of a number in a sum torch takes the nearest of the dtype on a CPU, where in a product it
+    # takes the nearest float32.
+    rounded = torch.tensor(usable, dtype=torch.float64).to(subject.dtype).tolist()
+    offsets = sorted({n for n in (*usable, *rounded) if least <= abs(n) <= most})
+    return (None, *offsets)
+
+
+def _linear(offset: float | None) -> ActivationSemantics:
+    return ActivationSemantics("identity", gated=True, up_offset=offset)
 
 
 # --- candidates ----------------------------------------------------------------------------------
 
 
-def _candidates(subject: _Subject) -> Iterator[ActivationSemantics]:
+def _candidates(subject: _Subject, form: _Form) -> Iterator[ActivationSemantics]:
     least, most = FACTORS
     usable = _usable(subject.numbers, torch.float32)
     factors = [n for n in usable if least <= abs(n) <= most and n != 1.0]
     for limit, factor, name in itertools.product(_limits(subject), (None, *factors), ACTIVATIONS):
-        yield ActivationSemantics(name, subject.arity == 2, limit, factor)
+        yield ActivationSemantics(name, subject.arity == 2, limit, factor, form.offset)
 
 
-def _custom(subject: _Subject, side: torch.Tensor) -> Iterator[ActivationSemantics]:
+def _custom(subject: _Subject, form: _Form, side: torch.Tensor) -> Iterator[ActivationSemantics]:
     name = define_custom(_by_encoding(side))
     for limit in _limits(subject) if subject.arity == 2 else (None,):
-        yield ActivationSemantics(name, subject.arity == 2, limit)
+        yield ActivationSemantics(name, subject.arity == 2, limit, up_offset=form.offset)
 
 
 def _by_encoding(side: torch.Tensor) -> torch.Tensor:
@@ -159,11 +210,15 @@ def _usable(numbers: Iterable[float], dtype: torch.dtype) -> list[float]:
     return sorted({n for n in numbers if math.isfinite(n) and abs(n) <= largest})
 
 
-def _resembles(subject: _Subject, semantics: ActivationSemantics, side: torch.Tensor) -> bool:
-    """Whether a sample of the gate's side is right: what is another activation shows it at once."""
-    probe = [values[:, ::8, ::16].contiguous() for values in _gate_probe(subject)]
+def _sample(values: Values) -> Values:
+    """Few of many elements, `_SHAPE`: what is another activation shows it on them at once."""
+    return tuple(value[:, ::8, ::16].contiguous() for value in values)
+
+
+def _resembles(semantics: ActivationSemantics, probe: Values, side: torch.Tensor) -> bool:
+    """Whether `semantics` makes `side` of a sample of the gate's probe."""
     expected = times_up(semantics, gate_side(semantics, probe[0]), probe[-1])
-    return all_same_bytes(expected, side[:, ::8, ::16])
+    return all_same_bytes(expected, side)
 
 
 # --- proof ---------------------------------------------------------------------------------------
@@ -175,7 +230,7 @@ def _is_known(subject: _Subject, order: tuple[int, ...], semantics: ActivationSe
     Where tensors are no whole number of vectors torch takes other code for some of them, with
     other roundings: there the values must be near.
     """
-    values = tuple(v.flatten() for v in _gate_probe(subject))
+    values = tuple(v.flatten() for v in _gate_probe(subject, semantics.up_offset))
     ordered = (values[0], shuffled(values[0], 0))[: subject.arity]
     return (
         _equals(subject, order, semantics, _probes(subject, semantics))
@@ -224,7 +279,7 @@ def _probes(subject: _Subject, semantics: ActivationSemantics) -> Iterator[Value
         yield (partners,)
         yield (every,)
         return
-    yield _gate_probe(subject)
+    yield _gate_probe(subject, semantics.up_offset)
     yield torch.ones_like(encodings), encodings
     yield torch.full_like(encodings, _telling_gate(semantics, encodings)), encodings
     yield encodings, partners
@@ -245,6 +300,6 @@ def _in_turn(values: torch.Tensor, size: int) -> torch.Tensor:
 
 def _telling_gate(semantics: ActivationSemantics, encodings: torch.Tensor) -> float:
     """A gate whose side is near one, where a clamp of `up` shows."""
-    side = activate(semantics, encodings, torch.ones_like(encodings))
+    side = gate_side(semantics, encodings)
     distance = torch.nan_to_num(side.double().abs().log2().abs(), nan=math.inf)
     return encodings.flatten()[distance.flatten().argmin()].item()

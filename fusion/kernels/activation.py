@@ -45,6 +45,11 @@ def launch_activation(
         source = source._replace(multiplier=semantics.multiplier, gate_limit=limit)
     if semantics.gated:
         up = inputs[1]
-        source = source._replace(up=up, up_stride=rows_of(up).stride, up_limit=limit)
+        source = source._replace(
+            up=up,
+            up_stride=rows_of(up).stride,
+            up_limit=limit,
+            up_offset=semantics.up_offset,
+        )
     op = "table" if semantics.tabled else semantics.activation
     launch(activation_kernel, source, outputs, op, norm=False)

@@ -22,6 +22,7 @@ class ActivationSource(NamedTuple):
         multiplier: factor of the gate.
         gate_limit: largest gate.
         up_limit: largest magnitude of `up`.
+        up_offset: added to `up`.
     """
 
     gate: Any
@@ -32,6 +33,7 @@ class ActivationSource(NamedTuple):
     multiplier: float | None = None
     gate_limit: float | None = None
     up_limit: float | None = None
+    up_offset: float | None = None
 
 
 class NormSource(NamedTuple):
@@ -102,6 +104,8 @@ def read_activation(source, row, column, mask, ACTIVATION: constexpr):
         if source.up_limit is not None:
             limit = source.up_limit
             up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+        if source.up_offset is not None:
+            up = round_bf16(up + source.up_offset)
         out = round_bf16(out * up)
     return out
 

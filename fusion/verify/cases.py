@@ -216,12 +216,13 @@ def _activation_inputs(name: str, gated: bool, quick: bool) -> Iterator[_Inputs]
 
 
 def _variants(plain: ActivationSemantics) -> tuple[ActivationSemantics, ...]:
-    """With limits and multipliers, where the semantics take them."""
+    """With limits, multipliers and offsets, where the semantics take them."""
+    offset = 1.0 if plain.gated else None
     if plain.custom:
-        return (plain, replace(plain, limit=7.0)) if plain.gated else (plain,)
+        return (plain, replace(plain, limit=7.0, up_offset=offset)) if plain.gated else (plain,)
     return (
         plain,
-        replace(plain, limit=7.0, multiplier=1.702),
+        replace(plain, limit=7.0, multiplier=1.702, up_offset=offset),
         replace(plain, limit=7.0),
         replace(plain, multiplier=1.702),
     )

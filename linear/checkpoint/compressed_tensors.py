@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from pydantic import ValidationError
 
+from ...core.block_shape import BlockShape
 from ...core.quant_key import (
     FP8_DYNAMIC_GROUP128,
     FP8_DYNAMIC_TOKEN,
@@ -27,6 +28,7 @@ from ...core.scheme import (
 )
 from . import matching
 from .document import Document, is_off, short
+from .fp8 import block_scheme
 from .policy import Group, Policy, Rule, StoredNames, Unserved
 
 if TYPE_CHECKING:
@@ -77,6 +79,7 @@ def parse(document: Document) -> Policy:
     document.refuse_unknown(_READ | _HARMLESS | _OWN)
     document.names("ignore")
     unserved = _unserved(document)
+    _check_blocks(document)
     config = _validated(document)
     notes = []
     if config.kv_cache_scheme is not None:
@@ -99,6 +102,19 @@ def parse(document: Document) -> Policy:
         matching.compressed_tensors,
         notes=tuple(notes),
     )
+
+
+def _check_blocks(document: Document) -> None:
+    """Before the package reads them: it would take true for 1."""
+    groups = document.fields.get("config_groups")
+    for name, group in groups.items() if isinstance(groups, dict) else ():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        value = weights.get("block_structure") if isinstance(weights, dict) else None
+        # "128x128" is the package's own older way to write it.
+        if not isinstance(value, str):
+            BlockShape.parse(
+                value, document.source, f"config_groups.{name}.weights.block_structure"
+            )
 
 
 def _unserved(document: Document) -> Unserved | None:
@@ -183,8 +199,7 @@ def _weight(args: QuantizationArgs, stored_as: str) -> WeightScheme | Unserved:
     if args.strategy == "channel":
         return PER_CHANNEL
     if args.strategy == "block" and args.block_structure is not None:
-        rows, columns = args.block_structure
-        return WeightScheme(rows, columns)
+        return block_scheme(BlockShape(*args.block_structure), ue8m0=False)
     if args.strategy == "group" and args.group_size is not None:
         if stored_as == "mxfp8-quantized" or args.scale_dtype == torch.uint8:
             return MX_WEIGHT if args.group_size == 32 else Unserved("MX scales of other than 32")

@@ -114,14 +114,15 @@ def check_shapes(
     Args:
         resolved: by the same headers.
         headers: dtype and shape of every tensor, by full name.
-        shapes: (N, K) of every linear, by its full name in the checkpoint.
+        shapes: (N, K) of linears, by their full names in the checkpoint; others are not compared.
 
     Raises:
         CheckpointError: codes of another shape than the model's weight.
         ScaleError: weight scales of another shape than the scheme's.
     """
     for name, layer in resolved.layers.items():
-        _check_layer(layer, headers, shapes[name])
+        if name in shapes:
+            _check_layer(layer, headers, shapes[name])
 
 
 def _check_layer(layer: Layer, headers: Mapping[str, TensorHeader], shape: tuple[int, int]) -> None:

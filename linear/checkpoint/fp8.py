@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ...core.block_shape import BlockShape
 from ...core.quant_key import (
     FP8_DYNAMIC_GROUP128,
     FP8_DYNAMIC_TOKEN,
@@ -24,7 +25,8 @@ FBGEMM = "fbgemm_fp8"
 
 #: FBGEMM's own bound of an input row's magnitude.
 FBGEMM_BOUND = 1200.0
-DEFAULT_BLOCK = (128, 128)
+DEFAULT_BLOCK = BlockShape(128, 128)
+_MX_BLOCK = BlockShape(1, 32)
 
 _NAMES = StoredNames(
     scale=("weight_scale_inv", "weight_scale", "scale", "qscale_weight"),
@@ -71,6 +73,7 @@ def parse(document: Document) -> Policy:
         field,
         matching.transformers,
         silent_ignore=True,
+        covers_below=True,
         notes=tuple(notes),
     )
 
@@ -98,6 +101,7 @@ def parse_fbgemm(document: Document) -> Policy:
         field,
         matching.transformers,
         silent_ignore=True,
+        covers_below=True,
         notes=(
             f"activation_scale_ub {bound:g} is not applied: FBGEMM clips inputs there, "
             "here a row's scale covers its largest magnitude",
@@ -121,11 +125,10 @@ def input_key(weight: WeightScheme, static: bool) -> QuantKey:
     )
 
 
-def block_scheme(rows: int, columns: int, ue8m0: bool) -> WeightScheme:
+def block_scheme(block: BlockShape, *, ue8m0: bool) -> WeightScheme:
     """The scheme of weights in blocks."""
-    return WeightScheme(
-        rows, columns, scale_format=ScaleFormat.UE8M0 if ue8m0 else ScaleFormat.FLOAT32
-    )
+    scale_format = ScaleFormat.UE8M0 if ue8m0 else ScaleFormat.FLOAT32
+    return WeightScheme(block.rows, block.columns, scale_format=scale_format)
 
 
 def _ignore(document: Document) -> tuple[str, tuple[str, ...] | None]:
@@ -138,11 +141,12 @@ def _ignore(document: Document) -> tuple[str, tuple[str, ...] | None]:
 def _group(document: Document) -> Group:
     refusal = _refusal(document)
     scale_format, mx = _scale_format(document)
-    block = _block(document, (1, 32) if mx else DEFAULT_BLOCK)
+    block = _block(document, _MX_BLOCK if mx else DEFAULT_BLOCK)
     static = _static(document)
     if refusal is not None:
         return Group("quant_method", refusal)
-    weight = PER_TENSOR if block is None else block_scheme(*block, scale_format == "ue8m0")
+    ue8m0 = scale_format == "ue8m0"
+    weight = PER_TENSOR if block is None else block_scheme(block, ue8m0=ue8m0)
     scheme = LinearScheme(weight, input_key(weight, bool(static)))
     return Group("quant_method", scheme, _NAMES, frozenset() if mx else _open(document))
 
@@ -181,19 +185,11 @@ def _scale_format(document: Document) -> tuple[str, bool]:
     return found, mx
 
 
-def _block(document: Document, default: tuple[int, int]) -> tuple[int, int] | None:
-    if "weight_block_size" not in document.fields:
+def _block(document: Document, default: BlockShape) -> BlockShape | None:
+    key = "weight_block_size"
+    if key not in document.fields:
         return default
-    value = document.fields["weight_block_size"]
-    if value is None:
-        return None
-    if (
-        not isinstance(value, (list, tuple))
-        or len(value) != 2
-        or not all(type(size) is int and 0 < size < 2**31 for size in value)
-    ):
-        raise document.wrong("weight_block_size", "two positive integers or null")
-    return value[0], value[1]
+    return BlockShape.parse(document.fields[key], document.source, key)
 
 
 def _static(document: Document) -> bool | None:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...core.block_shape import BlockShape
 from ...core.errors import CheckpointError
 from ...core.quant_key import ScaleFormat
 from ...core.scheme import PER_CHANNEL, PER_TENSOR, LinearScheme, WeightScheme
@@ -204,7 +205,7 @@ def _by_tensors(
     if "scale format" in group.open:
         ue8m0 = scale.dtype in E8M0_CARRIERS
     if weight.blockwise:
-        weight = block_scheme(weight.rows, weight.columns, ue8m0)
+        weight = block_scheme(BlockShape(weight.rows, weight.columns), ue8m0=ue8m0)
     if "inputs" in group.open:
         static = stored.input_scale[0] in found
     settled = LinearScheme(weight, input_key(weight, static))
@@ -214,13 +215,17 @@ def _by_tensors(
 
 
 def _blocks(name: str, shape: tuple[int, ...], scale: tuple[int, ...]) -> WeightScheme:
+    if len(shape) == 3 and len(scale) == 3 and scale[0] == shape[0]:
+        # Of one expert; where all of them lie in one tensor, they have one scheme.
+        return _blocks(name, shape[1:], scale[1:])
     sizes = tuple(size for size in scale if size != 1)
     if not sizes:
         # One block of 128x128 and a whole small weight are the same, its input's key is not.
-        small = len(scale) == 2 and max(shape) <= min(DEFAULT_BLOCK)
-        return block_scheme(*DEFAULT_BLOCK, ue8m0=False) if small else PER_TENSOR
+        smallest = min(DEFAULT_BLOCK.rows, DEFAULT_BLOCK.columns)
+        small = len(scale) == 2 and max(shape) <= smallest
+        return block_scheme(DEFAULT_BLOCK, ue8m0=False) if small else PER_TENSOR
     if len(shape) == 2:
-        block = block_scheme(*DEFAULT_BLOCK, ue8m0=False)
+        block = block_scheme(DEFAULT_BLOCK, ue8m0=False)
         if tuple(scale) == block.scale_shape(*shape):
             return block
         if sizes == (shape[0],) and scale[0] == shape[0]:

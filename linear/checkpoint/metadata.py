@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from ...core.errors import CheckpointError
 from . import compressed_tensors, fp8, matching, modelopt, quark
@@ -19,6 +20,7 @@ _MODELOPT = "hf_quant_config.json"
 # Files of older tools, and the method of a file that does not name one.
 _OLDER = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 _RECIPE = "recipe.yaml"
+_NO_MODULES: Mapping[str, Sequence[str]] = MappingProxyType({})
 
 _PARSERS: Mapping[str, Callable[[Document], Policy]] = {
     "compressed-tensors": compressed_tensors.parse,
@@ -46,7 +48,10 @@ class CheckpointQuant:
     policy: Policy
 
     def resolve(
-        self, linears: Sequence[str], headers: Mapping[str, TensorHeader] | None
+        self,
+        linears: Sequence[str],
+        headers: Mapping[str, TensorHeader] | None,
+        modules: Mapping[str, Sequence[str]] = _NO_MODULES,
     ) -> ResolvedQuant:
         """What each linear is, by metadata and tensors.
 
@@ -54,12 +59,14 @@ class CheckpointQuant:
             linears: the full names of the model's linears, as the checkpoint names them.
             headers: dtype and shape of every tensor of the checkpoint by full name; None to
                 answer from the metadata alone.
+            modules: other modules that the ignore list may name, each with the linears that its
+                format takes it for: a router has none, experts have all of theirs.
 
         Raises:
             CheckpointError: a format that is not served; a list that leaves nothing quantised, or
                 holds no pattern; tensors that are missing or contradict the metadata.
         """
-        return resolve(self.policy, linears, headers)
+        return resolve(self.policy, linears, headers, modules)
 
 
 def read_metadata(folder: Path) -> CheckpointQuant | None:

@@ -84,6 +84,7 @@ class Policy:
         ignore_field: the list's key.
         dialect: of the entries in `ignore` and of targets.
         silent_ignore: without a list, the tensors say what stays; if unknown, the head does.
+        covers_below: an entry that names a module is about the linears below it.
         notes: what was read and decided here.
     """
 
@@ -94,6 +95,7 @@ class Policy:
     ignore_field: str
     dialect: Dialect
     silent_ignore: bool = False
+    covers_below: bool = False
     notes: tuple[str, ...] = ()
 
     def schemes(self) -> tuple[str, ...]:

@@ -81,7 +81,10 @@ class _Matches(NamedTuple):
 
 
 def resolve(
-    policy: Policy, linears: Sequence[str], headers: Mapping[str, TensorHeader] | None
+    policy: Policy,
+    linears: Sequence[str],
+    headers: Mapping[str, TensorHeader] | None,
+    modules: Mapping[str, Sequence[str]],
 ) -> ResolvedQuant:
     """What each linear is; see `CheckpointQuant.resolve`.
 
@@ -89,7 +92,7 @@ def resolve(
         CheckpointError: as there.
     """
     parts = None if headers is None else Parts.of(linears, headers)
-    matches = _match(policy, linears)
+    matches = _match(policy, linears, modules)
     notes = [*policy.notes, *matches.idle]
     if parts is not None and parts.all_float(linears, HEADS):
         said = f"{policy.source} says {policy.method}, but every weight is float: not quantised"
@@ -199,8 +202,11 @@ def _nothing_left(policy: Policy, linears: Sequence[str], matches: _Matches) -> 
 # --- names ---------------------------------------------------------------------------------------
 
 
-def _match(policy: Policy, linears: Sequence[str]) -> _Matches:
+def _match(
+    policy: Policy, linears: Sequence[str], modules: Mapping[str, Sequence[str]]
+) -> _Matches:
     names = LinearNames(linears)
+    others = LinearNames(modules)
     groups: dict[str, Group] = {}
     idle = []
     for rule in policy.rules:
@@ -216,7 +222,10 @@ def _match(policy: Policy, linears: Sequence[str]) -> _Matches:
     for entry in listed(policy.ignore or ()):
         hit = _matching(names, policy, policy.ignore_field, entry)
         ignored.update(hit)
-        if not hit:
+        named = _matching(others, policy, policy.ignore_field, entry) if modules else ()
+        if policy.covers_below:
+            ignored.update(linear for module in named for linear in modules[module])
+        if not hit and not named:
             unmatched.append(entry)
     return _Matches(groups, frozenset(ignored), tuple(unmatched), tuple(idle))
 

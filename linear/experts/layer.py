@@ -14,6 +14,7 @@ from ..routed import RoutedLayer
 from .kernels.base import GroupedKernel
 from .pairs import Pairs
 from .rows import PairRows
+from .shard import ExpertsShard
 
 
 class PairBranch(Protocol):
@@ -68,11 +69,18 @@ class ExpertsLinear(RoutedLayer[GroupedKernel]):
     ) -> None:
         super().__init__(name, index, kernel, source, dtype, device, original)
         self.by_token = by_token
+        #: Which experts are here, where others are on other ranks; None where all are.
+        self.shard: ExpertsShard | None = None
 
     @property
     def experts(self) -> int:
         """E."""
         return self._kernel.experts
+
+    @property
+    def experts_name(self) -> str:
+        """Full name of the experts that it is a projection of."""
+        return self.name.rpartition(".")[0]
 
     # Positional and called as a module: hooks and calibration see it as they see a linear.
     def forward(self, input: torch.Tensor | QuantizedActivation, rows: PairRows) -> torch.Tensor:
@@ -84,6 +92,10 @@ class ExpertsLinear(RoutedLayer[GroupedKernel]):
         assert self.branch is not None
         source = BranchInput(self._by_position(input, pairs), self.name)
         return self.branch.add(out, source, rows, self.index)
+
+    def combine(self, out: torch.Tensor, weights: torch.Tensor, pairs: Pairs) -> torch.Tensor:
+        """float32 (T, N) of `out` (P, N), by position: weighted by choice and added up."""
+        return self._kernel.combine(out, weights, pairs)
 
     def _by_position(
         self, x: torch.Tensor | QuantizedActivation, pairs: Pairs

@@ -8,6 +8,9 @@ from functools import cached_property
 import torch
 
 from ...core.errors import ContractError
+from . import native
+
+_ROUTING = "the experts' routing"
 
 
 @dataclass(eq=False, slots=False)
@@ -48,17 +51,34 @@ class Pairs:
                 for the device to find out.
 
         Raises:
-            ContractError: `index` has other dimensions.
+            ContractError: `index` has other dimensions, or, on the CPU and not `partial`, names an
+                expert outside of [0, E).
         """
         if index.dim() != 2:
             raise ContractError(
-                "the experts' routing",
+                _ROUTING,
                 f"has shape {tuple(index.shape)}, expected (tokens, choices)",
                 "hand the experts what their router returns",
             )
+        if not native.sorts(index):
+            return cls.defined(index, experts, partial=partial)
+        made = native.sort_pairs(index, experts)
+        if made.absent and not partial:
+            _refuse_absent(experts)
+        tokens, top_k = index.shape
+        pairs = cls(tokens, top_k, experts, made.order, made.expert, made.offsets, partial)
+        pairs.token, pairs.position = made.token, made.position
+        return pairs
+
+    @classmethod
+    def defined(cls, index: torch.Tensor, experts: int, *, partial: bool = False) -> Pairs:
+        """As `of`, of choices (T, k), by torch: the definition, on any device."""
         flat = index.reshape(-1)
+        here = (flat >= 0) & (flat < experts)
         if partial:
-            flat = torch.where((flat >= 0) & (flat < experts), flat, experts)
+            flat = torch.where(here, flat, experts)
+        elif flat.device.type == "cpu" and not bool(here.all()):
+            _refuse_absent(experts)
         expert, order = torch.sort(flat, stable=True)
         edges = torch.arange(experts + 1, dtype=expert.dtype, device=expert.device)
         offsets = torch.searchsorted(expert, edges, out_int32=True)
@@ -98,7 +118,33 @@ def combine(out: torch.Tensor, weights: torch.Tensor, pairs: Pairs) -> torch.Ten
 
     Returns:
         float32 (T, N).
+
+    Raises:
+        ContractError: rows or weights that are not these pairs'.
     """
+    check_combined(out, weights, pairs)
+    if native.combines(out, weights):
+        return native.combine(out, weights, pairs.position, pairs.offsets)
+    return combine_defined(out, weights, pairs)
+
+
+def check_combined(out: torch.Tensor, weights: torch.Tensor, pairs: Pairs) -> None:
+    """Refuse what `combine` cannot add up: a kernel takes the shapes on trust.
+
+    Raises:
+        ContractError: rows or weights that are not these pairs'.
+    """
+    if out.shape[:-1] != (len(pairs),) or weights.shape != (pairs.tokens, pairs.top_k):
+        raise ContractError(
+            "what experts made",
+            f"is {tuple(out.shape)}, weighted by {tuple(weights.shape)}, for {pairs.tokens} tokens "
+            f"with {pairs.top_k} choices each",
+            "combine what was computed for these pairs, with the weights of their router",
+        )
+
+
+def combine_defined(out: torch.Tensor, weights: torch.Tensor, pairs: Pairs) -> torch.Tensor:
+    """As `combine`, by torch: the definition, on any device."""
     by_pair = out[pairs.position].float()
     if pairs.partial:
         here = (pairs.expert < pairs.experts)[pairs.position]
@@ -110,3 +156,11 @@ def combine(out: torch.Tensor, weights: torch.Tensor, pairs: Pairs) -> torch.Ten
     for choice in scaled.unbind(1):
         total = total + choice
     return total
+
+
+def _refuse_absent(experts: int) -> None:
+    raise ContractError(
+        _ROUTING,
+        f"names an expert outside of 0 to {experts - 1}",
+        "hand the experts what their own router returns",
+    )

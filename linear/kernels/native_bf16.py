@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from transformers.pytorch_utils import Conv1D
@@ -138,15 +139,19 @@ class NativeBf16Linear(LinearKernel):
         return self.module.bias
 
     def apply(self, x: torch.Tensor | QuantizedActivation, consumer: str) -> torch.Tensor:
-        as_quantized_activation(x, None, consumer=consumer)
-        assert isinstance(x, torch.Tensor)
-        if x.dtype != torch.bfloat16 or x.shape[-1:] != (self.in_features,):
-            raise ContractError(
-                consumer,
-                f"takes bfloat16 activations of {self.in_features} columns, its input is "
-                f"{name(x.dtype)} {tuple(x.shape)}",
-                "hand it the model's own activations, or wrap with float_kernel='torch' (command "
-                "line: --float-kernel torch)",
-            )
+        # What is refused is looked at closely; this is asked for every linear of every forward.
+        fits = isinstance(x, torch.Tensor) and x.dtype == torch.bfloat16
+        if not fits or x.shape[-1] != self.in_features:
+            self._refuse(x, consumer)
         (out,) = multiply(PackedInput(x, None), [self._packed], torch.bfloat16)
         return out if x.dim() == 2 else out.view(*x.shape[:-1], self.out_features)
+
+    def _refuse(self, x: torch.Tensor | QuantizedActivation, consumer: str) -> NoReturn:
+        as_quantized_activation(x, None, consumer=consumer)
+        raise ContractError(
+            consumer,
+            f"takes bfloat16 activations of {self.in_features} columns, its input is "
+            f"{name(x.dtype)} {tuple(x.shape)}",
+            "hand it the model's own activations, or wrap with float_kernel='torch' (command "
+            "line: --float-kernel torch)",
+        )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -30,17 +32,19 @@ class Packed:
     #: What is the same in all calls; it holds addresses, so whoever makes it keeps the tensors.
     _template: Matmul
 
-    def call(self, x: PackedInput, dtype: torch.dtype) -> tuple[Matmul, torch.Tensor]:
-        """A call of the C matmul, and where its (M, N) go: bfloat16 or float32."""
-        call = Matmul.from_buffer_copy(self._template)
-        call.rows, call.x, call.x_stride = x.rows.number, x.values.data_ptr(), x.rows.stride
-        call.x_kind = _KINDS[x.values.dtype]
-        if x.scale is not None:
-            call.x_scale = x.scale.data_ptr()
-            call.x_scale_stride = 0 if x.scale.numel() == 1 else x.scale.shape[-1]
-        out = empty((x.rows.number, self._out_features), dtype, x.values.device)
-        call.out, call.out_bf16 = out.data_ptr(), dtype == torch.bfloat16
-        return call, out
+    @cached_property
+    def _constants(self) -> tuple[int, ...]:
+        """The fields of all calls that lie between those of the input and those of the output."""
+        names = [name for name, _ in Matmul._fields_]
+        constant = names[names.index("x_group") : names.index("out")]
+        return tuple(getattr(self._template, name) or 0 for name in constant)
+
+    def call(self, x: PackedInput, dtype: torch.dtype) -> tuple[tuple[int, ...], torch.Tensor]:
+        """The fields of a struct bl_matmul, and where its (M, N) go: bfloat16 or float32."""
+        columns, channels = self._template.columns, self._out_features
+        out = empty((x.rows.number, channels), dtype, x.values.device)
+        to = out.data_ptr(), dtype == torch.bfloat16, channels
+        return (x.rows.number, columns, channels, *x.fields, *self._constants, *to), out
 
 
 class PackedBfloat16(Packed):
@@ -55,7 +59,7 @@ class PackedBfloat16(Packed):
         self._out_features, columns = weight.shape
         # As integers, so that no copy of a NaN changes its payload.
         self._halves = pack_panels(weight.view(torch.int16))
-        self._bias = None if bias is None else _padded_bias(bias, self._out_features)
+        self._bias = None if bias is None else padded_bias(bias, self._out_features)
         call = Matmul(columns=columns, out_features=self._out_features, block=BLOCK)
         call.weight, call.weight_kind = self._halves.data_ptr(), WeightKind.BF16
         call.bias = None if self._bias is None else self._bias.data_ptr()
@@ -84,14 +88,12 @@ class PackedWeight(Packed):
     def __init__(
         self, weight: QuantizedWeight, bias: torch.Tensor | None, key: QuantKey | None
     ) -> None:
-        # Codes live in the panels alone: a view of none of them would keep all of them.
-        self._source = replace(weight, codes=torch.empty_like(weight.codes[:, :0]))
-        self._out_features, self._in_features = weight.out_features, weight.in_features
-        self._padding = -self._out_features % PANEL
+        self._source = without_codes(weight)
+        self._out_features = weight.out_features
         self._codes = pack_codes(weight.codes)
-        self._scale = self._packed_scale(weight)
-        self._bias = None if bias is None else _padded_bias(bias, self._out_features)
-        self._template = self._call_template(weight, key)
+        self._scale = pack_scale(weight)
+        self._bias = None if bias is None else padded_bias(bias, self._out_features)
+        self._template = codes_template(weight, key, self._codes, self._scale, self._bias)
 
     @property
     def nbytes(self) -> int:
@@ -102,29 +104,6 @@ class PackedWeight(Packed):
         """The weight as it was."""
         return replace(self._source, codes=unpack_codes(self._codes, self._out_features))
 
-    def _packed_scale(self, weight: QuantizedWeight) -> torch.Tensor:
-        scheme, scale = weight.scheme, weight.scales()
-        if not scheme.blockwise:
-            spread = scale.reshape(-1).expand(self._out_features)
-            return F.pad(spread, (0, self._padding)).contiguous()
-        if scheme.rows == 1:
-            panels = F.pad(scale, (0, 0, 0, self._padding)).unflatten(0, (-1, PANEL))
-            return panels.transpose(1, 2).contiguous()
-        panels = (self._out_features + self._padding) // PANEL
-        return scale.repeat_interleave(scheme.rows // PANEL, 0)[:panels].contiguous()
-
-    def _call_template(self, weight: QuantizedWeight, key: QuantKey | None) -> Matmul:
-        scheme, group = weight.scheme, key.granularity.size if key is not None else 0
-        call = Matmul(columns=self._in_features, out_features=self._out_features)
-        call.x_group, call.weight_group = group, scheme.columns
-        call.weight_each_channel = scheme.rows == 1
-        call.block = block_columns(scheme.columns, group)
-        call.weight, call.weight_kind = self._codes.data_ptr(), WeightKind.E4M3
-        call.weight_scale = self._scale.data_ptr()
-        call.bias = None if self._bias is None else self._bias.data_ptr()
-        call.out_stride = self._out_features
-        return call
-
 
 class PackedInput:
     """What packed weights are multiplied with.
@@ -134,7 +113,7 @@ class PackedInput:
         scale: (1,), or (..., groups), of codes; else None.
     """
 
-    __slots__ = ("rows", "scale", "values")
+    __slots__ = ("fields", "rows", "scale", "values")
 
     def __init__(self, values: torch.Tensor, scale: torch.Tensor | None) -> None:
         rows = as_rows(values)
@@ -142,9 +121,21 @@ class PackedInput:
             values = values.contiguous()
             rows = rows_of(values)
         self.values, self.rows = values, rows
+        scale_at = scale_stride = 0
         if scale is not None:
             scale = scale.float().contiguous()
+            scale_at = scale.data_ptr()
+            scale_stride = 0 if scale.numel() == 1 else scale.shape[-1]
         self.scale = scale
+        #: Of a struct bl_matmul, from `x` on.
+        self.fields = (
+            values.data_ptr(), _KINDS[values.dtype], rows.stride, 0, scale_at, scale_stride,
+        )  # fmt: skip
+
+    def place_in(self, call: Matmul) -> None:
+        """Let `call` read these rows."""
+        call.x, call.x_kind, call.x_stride, _, scale, call.x_scale_stride = self.fields
+        call.x_scale = scale or None
 
 
 def multiply(x: PackedInput, weights: Sequence[Packed], dtype: torch.dtype) -> list[torch.Tensor]:
@@ -155,10 +146,35 @@ def multiply(x: PackedInput, weights: Sequence[Packed], dtype: torch.dtype) -> l
     """
     assert len(weights) <= native.MATMULS
     # The calls hold addresses only: outputs and inputs live here until they are done.
-    calls, outs = zip(*(weight.call(x, dtype) for weight in weights), strict=True)
-    array = (Matmul * len(calls))(*calls)
-    native.load().call("bl_matmul", array, len(calls), native.threads())
+    if len(weights) == 1:
+        fields, out = weights[0].call(x, dtype)
+        outs = [out]
+    else:
+        calls, outs = zip(*(weight.call(x, dtype) for weight in weights), strict=True)
+        fields = itertools.chain.from_iterable(calls)
+    packed = native.matmul_packer(len(weights))(*fields)
+    native.load().call("bl_matmul", packed, len(weights), native.threads())
     return list(outs)
+
+
+def codes_template(
+    weight: QuantizedWeight,
+    key: QuantKey | None,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> Matmul:
+    """What is the same in all calls for `weight`, packed as `codes`, `scale` and `bias`."""
+    scheme, group = weight.scheme, key.granularity.size if key is not None else 0
+    call = Matmul(columns=weight.in_features, out_features=weight.out_features)
+    call.x_group, call.weight_group = group, scheme.columns
+    call.weight_each_channel = scheme.rows == 1
+    call.block = block_columns(scheme.columns, group)
+    call.weight, call.weight_kind = codes.data_ptr(), WeightKind.E4M3
+    call.weight_scale = scale.data_ptr()
+    call.bias = None if bias is None else bias.data_ptr()
+    call.out_stride = weight.out_features
+    return call
 
 
 def packing_refusal(weight_rows: int, *groups: int) -> str | None:
@@ -181,6 +197,32 @@ def unpack_codes(packed: torch.Tensor, out_features: int) -> torch.Tensor:
     return unpack_panels(packed, out_features).view(torch.float8_e4m3fn)
 
 
+def pack_scale(weight: QuantizedWeight) -> torch.Tensor:
+    """Scales as the C matmul reads them: float32, contiguous, as long as whole panels.
+
+    Returns:
+        (panels * PANEL,) of a scheme with one scale a channel or less; else (panels, groups), or
+        (panels, groups, PANEL) where each channel has its own.
+    """
+    scheme, scale, out_features = weight.scheme, weight.scales(), weight.out_features
+    padding = -out_features % PANEL
+    if not scheme.blockwise:
+        return F.pad(scale.reshape(-1).expand(out_features), (0, padding)).contiguous()
+    if scheme.rows == 1:
+        panels = F.pad(scale, (0, 0, 0, padding)).unflatten(0, (-1, PANEL))
+        return panels.transpose(1, 2).contiguous()
+    panels = (out_features + padding) // PANEL
+    return scale.repeat_interleave(scheme.rows // PANEL, 0)[:panels].contiguous()
+
+
+def without_codes(weight: QuantizedWeight) -> QuantizedWeight:
+    """Scales and shapes alone.
+
+    The empty codes are no view: one would keep all of them.
+    """
+    return replace(weight, codes=torch.empty_like(weight.codes[:, :0]))
+
+
 def pack_panels(weight: torch.Tensor) -> torch.Tensor:
     """(N, K) as (panels, K, PANEL) of the same dtype, rows of zeros behind the last.
 
@@ -199,5 +241,6 @@ def unpack_panels(packed: torch.Tensor, out_features: int) -> torch.Tensor:
     return rows.reshape(panels * PANEL, columns)[:out_features].contiguous()
 
 
-def _padded_bias(bias: torch.Tensor, out_features: int) -> torch.Tensor:
+def padded_bias(bias: torch.Tensor, out_features: int) -> torch.Tensor:
+    """float32 (..., whole panels) of (..., N)."""
     return F.pad(bias.detach().float(), (0, -out_features % PANEL))

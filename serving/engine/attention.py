@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ...core.errors import WrapError
+from .decode import Decodes, Views
+from .scaled import scaled_attention
 
 IMPLEMENTATION = "branchline_paged"
 
@@ -44,22 +45,23 @@ class AttentionPlan:
     """What one step reads and writes of one kind of layer's cache.
 
     Attributes:
-        write: int64 (tokens,): where the keys and values of the step's tokens go.
-        decodes: how many sequences have one token; they come first in the step.
-        read: int64 (decodes, longest): where keys and values lie, the rest points at zeros.
-        lengths: int64 (decodes,): keys before the new one.
-        mask: (decodes, 1, 1, longest) added to scores: 0 or -inf; None where all are as long.
+        write: int64 (tokens,): where the keys and values go of the tokens from `written_from` on.
+        written_from: the first token of the step that the decodes do not write themselves.
+        decodes: the sequences of one token; they come first in the step.
         prefills: the other sequences.
         reads_first: the new keys may overwrite those that are read (a window's ring).
     """
 
     write: torch.Tensor
-    decodes: int
-    read: torch.Tensor
-    lengths: torch.Tensor
-    mask: torch.Tensor | None
+    written_from: int
+    decodes: Decodes
     prefills: tuple[Prefill, ...]
     reads_first: bool
+
+    def put(self, cache: torch.Tensor, new: torch.Tensor) -> None:
+        """Keep what the step's tokens have, (tokens, heads, width)."""
+        if self.write.shape[0]:
+            cache.index_copy_(0, self.write, new[self.written_from :])
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +74,7 @@ class StepAttention:
         seen: layers that were asked, to notice a model that does not ask.
     """
 
-    views: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    views: dict[int, Views]
     plans: dict[int, AttentionPlan]
     seen: set[int] = field(default_factory=set)
 
@@ -132,7 +134,7 @@ def _attend(
 
 def _attend_paged(
     plan: AttentionPlan,
-    views: tuple[torch.Tensor, torch.Tensor],
+    views: Views,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -140,89 +142,52 @@ def _attend_paged(
     softcap: float | None,
 ) -> torch.Tensor:
     """(tokens, heads, width), of query (heads, tokens, width) and key and value (tokens, ...)."""
-    keys, values = views
     if not plan.reads_first:
-        keys.index_copy_(0, plan.write, key)
-        values.index_copy_(0, plan.write, value)
-    heads, tokens, width = query.shape
-    out = query.new_empty(tokens, heads, value.shape[-1])
-    if plan.decodes:
-        k, v = (_gather(plan, cache, new) for cache, new in ((keys, key), (values, value)))
-        grouped = (
-            query[:, : plan.decodes].transpose(0, 1).reshape(plan.decodes, key.shape[1], -1, width)
-        )
-        got = _scaled(grouped, k, v, plan.mask, False, scaling, softcap)
-        out[: plan.decodes] = got.reshape(plan.decodes, heads, -1)
-    for part in plan.prefills:
-        k, v = key[part.begin : part.end], value[part.begin : part.end]
-        if part.read is not None:
-            k = torch.cat([keys.index_select(0, part.read), k])
-            v = torch.cat([values.index_select(0, part.read), v])
-        repeats = heads // k.shape[1]
-        k, v = (x.transpose(0, 1).repeat_interleave(repeats, 0).unsqueeze(0) for x in (k, v))
-        q = query[:, part.begin : part.end].unsqueeze(0)
-        got = _scaled(q, k, v, part.mask, part.mask is None, scaling, softcap)
-        out[part.begin : part.end] = got[0].transpose(0, 1)
+        _put_both(plan, views, key, value)
+    by_token, decodes = query.transpose(0, 1), plan.decodes
+    if not plan.prefills:
+        out = decodes.attend(views, by_token, key, value, scaling, softcap)
+    else:
+        heads, tokens, _ = query.shape
+        out = query.new_empty(tokens, heads, value.shape[-1])
+        if decodes.number:
+            first = slice(decodes.number)
+            out[first] = decodes.attend(
+                views, by_token[first], key[first], value[first], scaling, softcap
+            )
+        for part in plan.prefills:
+            got = _attend_prefill(part, views, query, key, value, scaling, softcap)
+            out[part.begin : part.end] = got
     if plan.reads_first:
-        keys.index_copy_(0, plan.write, key)
-        values.index_copy_(0, plan.write, value)
+        _put_both(plan, views, key, value)
     return out
 
 
-def _gather(plan: AttentionPlan, cache: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """(decodes, heads, longest, width): what sequences of one new token look back on."""
-    rows, longest = plan.read.shape
-    found = cache.index_select(0, plan.read.view(-1)).view(rows, longest, *cache.shape[1:])
-    if plan.reads_first:
-        found[torch.arange(rows, device=found.device), plan.lengths] = new[:rows]
-    return found.transpose(1, 2)
+def _put_both(plan: AttentionPlan, views: Views, key: torch.Tensor, value: torch.Tensor) -> None:
+    for cache, new in zip(views, (key, value), strict=True):
+        plan.put(cache, new)
 
 
-def _scaled(
+def _attend_prefill(
+    part: Prefill,
+    views: Views,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: torch.Tensor | None,
-    causal: bool,
     scaling: float | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    if query.device.type == "cpu" and query.dtype != torch.float32:
-        # torch's CPU kernel takes several times as long for 16-bit numbers as for float32.
-        wide = None if mask is None else mask.float()
-        found = _scaled(query.float(), key.float(), value.float(), wide, causal, scaling, softcap)
-        return found.to(query.dtype)
-    if softcap is None:
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=causal, scale=scaling
-        )
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = softcap * torch.tanh(query @ key.transpose(-1, -2) * scale / softcap)
-    if causal:
-        mask = causal_mask(query.shape[-2], key.shape[-2], None, scores.dtype, scores.device)
-    if mask is not None:
-        scores = scores + mask
-    return torch.softmax(scores.float(), -1).to(value.dtype) @ value
-
-
-def causal_mask(
-    tokens: int, keys: int, window: int | None, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """(tokens, keys), added to scores: 0 where the last `tokens` of `keys` may look, else -inf.
-
-    Args:
-        tokens: that look.
-        keys: that they look at, themselves included.
-        window: how many keys each may look at, itself included; None for all.
-        dtype: of the scores.
-        device: of the scores.
-    """
-    at = torch.arange(keys - tokens, keys, device=device)[:, None]
-    key = torch.arange(keys, device=device)[None]
-    hidden = key > at
-    if window is not None:
-        hidden |= key <= at - window
-    return torch.zeros(tokens, keys, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
+    """(tokens of the part, heads, width); see `_attend_paged`."""
+    k, v = key[part.begin : part.end], value[part.begin : part.end]
+    if part.read is not None:
+        keys, values = views
+        k = torch.cat([keys.index_select(0, part.read), k])
+        v = torch.cat([values.index_select(0, part.read), v])
+    repeats = query.shape[0] // k.shape[1]
+    k, v = (x.transpose(0, 1).repeat_interleave(repeats, 0).unsqueeze(0) for x in (k, v))
+    q = query[:, part.begin : part.end].unsqueeze(0)
+    got = scaled_attention(q, k, v, part.mask, part.mask is None, scaling, softcap)
+    return got[0].transpose(0, 1)
 
 
 def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:

@@ -39,14 +39,27 @@ def choose(logits: torch.Tensor, sequences: Rows[Sequence], stops: frozenset[int
         scores = logits.clone()
         for row in adjusted:
             _adjust(scores[row], sequences[row], stops)
-    chosen = scores.argmax(-1).tolist()
+    chosen = likeliest(scores)
+    tokens: list[Token] = []
     for row, sequence in enumerate(sequences):
-        if sequence.request.sampling.temperature > _COLDEST:
-            chosen[row] = _draw(scores[row], sequence)
-    return [
-        _told(logits[row], token, sequences[row].request.sampling.logprobs)
-        for row, token in enumerate(chosen)
-    ]
+        sampling, token = sequence.request.sampling, chosen[row]
+        if sampling.temperature > _COLDEST:
+            token = _draw(scores[row], sequence)
+        wanted = sampling.logprobs
+        tokens.append(Token(token) if wanted is None else _told(logits[row], token, wanted))
+    return tokens
+
+
+def likeliest(scores: torch.Tensor) -> list[int]:
+    """By row, the first token of the highest score.
+
+    Args:
+        scores: float32 (rows, vocabulary).
+    """
+    if scores.device.type == "cpu":
+        # Vectorised, which torch's own is not on a CPU.
+        return scores.numpy().argmax(-1).tolist()
+    return scores.argmax(-1).tolist()
 
 
 def is_stop(sequence: Sequence, token: int, stops: frozenset[int]) -> bool:
@@ -124,9 +137,7 @@ def _kept(shares: torch.Tensor, sampling: Sampling) -> int:
     return max(1, min(kept, shares.shape[0]))
 
 
-def _told(logits: torch.Tensor, token: int, wanted: int | None) -> Token:
-    if wanted is None:
-        return Token(token)
+def _told(logits: torch.Tensor, token: int, wanted: int) -> Token:
     logprobs = torch.log_softmax(logits, -1)
     top: tuple[tuple[int, float], ...] = ()
     if wanted:

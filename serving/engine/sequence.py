@@ -26,6 +26,7 @@ class Sequence:
         hashes: of its complete blocks, in order, each over all before it.
         cached_tokens: of the prompt, that were taken from the prefix cache.
         index: int64 (max_model_len,): where its tokens lie in the cache, up to `position`.
+        index_at: its address.
         made: how many tokens the answer has.
         arrived: number in the order of arrival.
         started_at: see `Update.started_at`; None before.
@@ -45,6 +46,7 @@ class Sequence:
         self.hashes: list[int] = []
         self.cached_tokens = 0
         self.index = np.zeros(capacity, dtype=np.int64)
+        self.index_at: int = self.index.ctypes.data
         self.made = 0
         self.arrived = arrived
         self.started_at: float | None = None

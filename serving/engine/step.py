@@ -15,8 +15,10 @@ from transformers.generation.continuous_batching.cache_allocators import (
 
 from ...core.errors import WrapError
 from ..model import ServedModel
-from .attention import AttentionPlan, AttentionScope, Prefill, StepAttention, causal_mask
+from .attention import AttentionPlan, AttentionScope, Prefill, StepAttention
 from .cache import AdapterCache
+from .decode import GatheredDecodes, Kept, PagedDecodes, attends_in_place
+from .scaled import causal_mask
 from .scheduler import Share
 from .sequence import Sequence
 
@@ -61,6 +63,7 @@ class StepRunner:
             if isinstance(allocator, FullAttentionCacheAllocator)
             for layer in allocator.layer_indices
         }
+        self._in_place = attends_in_place(self._dtype, self._device)
         slices = getattr(served.model, "_supports_logits_to_keep", None)
         self._slices_logits = callable(slices) and bool(slices())
 
@@ -139,13 +142,13 @@ class StepRunner:
     def _full(self, allocator: CacheAllocator, shares: Rows[Share]) -> AttentionPlan:
         write: list[int] = []
         prefills: list[Prefill] = []
-        decodes: list[Sequence] = []
+        kept: list[Kept] = []
         for share in shares:
             sequence, past, tokens = share.sequence, share.sequence.position, share.tokens
             places = allocator.get_write_indices(sequence.request_id, past, tokens)
             sequence.index[past : past + tokens] = places
             if share.decodes:
-                decodes.append(sequence)
+                kept.append(Kept(sequence.index, sequence.index_at, past))
             else:
                 begin = len(write)
                 read = mask = None
@@ -154,9 +157,7 @@ class StepRunner:
                     mask = causal_mask(tokens, past + tokens, None, self._dtype, self._device)
                 prefills.append(Prefill(begin, begin + tokens, read, mask))
             write += places
-        kept = [sequence.index[: sequence.position + 1] for sequence in decodes]
-        lengths = [sequence.position for sequence in decodes]
-        return self._plan(write, kept, lengths, prefills, reads_first=False)
+        return self._plan(write, kept, prefills, reads_first=False)
 
     def _windowed(
         self, allocator: SlidingAttentionCacheAllocator, shares: Rows[Share]
@@ -164,12 +165,12 @@ class StepRunner:
         window = allocator.sliding_window
         write: list[int] = []
         prefills: list[Prefill] = []
-        kept: list[list[int]] = []
+        kept: list[Kept] = []
         for share in shares:
             sequence, past, tokens = share.sequence, share.sequence.position, share.tokens
             places = allocator.get_read_indices(sequence.request_id, past, 0)
             if share.decodes:
-                kept.append(places)
+                kept.append(Kept.of(places))
             else:
                 begin, keys = len(write), len(places) + tokens
                 read = self._tensor(np.array(places)) if places else None
@@ -178,43 +179,27 @@ class StepRunner:
                     mask = causal_mask(tokens, keys, window, self._dtype, self._device)
                 prefills.append(Prefill(begin, begin + tokens, read, mask))
             write += allocator.get_write_indices(sequence.request_id, past, tokens)
-        lengths = [len(places) for places in kept]
-        return self._plan(write, kept, lengths, prefills, reads_first=True)
+        return self._plan(write, kept, prefills, reads_first=True)
 
     def _plan(
-        self,
-        write: Rows[int],
-        kept: Rows[Rows[int] | np.ndarray],
-        lengths: Rows[int],
-        prefills: Rows[Prefill],
-        *,
-        reads_first: bool,
+        self, write: Rows[int], kept: Rows[Kept], prefills: Rows[Prefill], *, reads_first: bool
     ) -> AttentionPlan:
-        """A plan, of the places that sequences of one token look back on.
+        """A plan.
 
         Args:
-            write: see `AttentionPlan`.
-            kept: by sequence, the places; that of its new token among them, unless `reads_first`.
-            lengths: by sequence, keys before the new one.
+            write: where the tokens of the step go.
+            kept: what sequences of one token look back on.
             prefills: see `AttentionPlan`.
             reads_first: see `AttentionPlan`.
         """
-        before = np.array(lengths, dtype=np.int64)
-        longest = int(before.max(initial=-1)) + 1
-        read = np.zeros((len(kept), longest), dtype=np.int64)
-        for row, places in enumerate(kept):
-            read[row, : len(places)] = places
-        return AttentionPlan(
-            self._tensor(np.array(write)), len(kept), self._tensor(read), self._tensor(before),
-            self._lengths_mask(before, longest), tuple(prefills), reads_first,
-        )  # fmt: skip
-
-    def _lengths_mask(self, lengths: np.ndarray, longest: int) -> torch.Tensor | None:
-        if not len(lengths) or int(lengths.min()) + 1 == longest:
-            return None
-        hidden = torch.from_numpy(np.arange(longest) > lengths[:, None]).to(self._device)
-        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
-        return mask.masked_fill_(hidden, -torch.inf)[:, None, None]
+        places = np.array(write, dtype=np.int64)
+        if self._in_place:
+            begin, decodes = len(kept), PagedDecodes(kept, places)
+            return AttentionPlan(
+                self._tensor(places[begin:]), begin, decodes, tuple(prefills), reads_first
+            )
+        gathered = GatheredDecodes.of(kept, self._dtype, self._device, reads_first=reads_first)
+        return AttentionPlan(self._tensor(places), 0, gathered, tuple(prefills), reads_first)
 
     def _tensor(self, numbers: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(numbers)).to(self._device)

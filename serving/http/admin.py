@@ -19,7 +19,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from rich.console import Console
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
-from ...adapters.config_file import CONFIG_NAME
+from ...adapters.file_names import CONFIG_NAME
 from ...adapters.sources import AdapterSource, LocalSource
 from ...adapters.version import AdapterInfo
 from ...core.errors import (
@@ -31,7 +31,6 @@ from ...core.errors import (
     ConfigError,
 )
 from ...policies.audit import AuditReport
-from ..self_check import check_numerics
 from .errors import ApiError
 from .gate import not_ready, version_facts
 from .logs import log_facts
@@ -155,7 +154,7 @@ async def list_adapters(state: State) -> dict[str, Any]:
 
     def listing() -> dict[str, Any]:
         infos = state.served.adapters.list()
-        report = state.served.audit(adapter_sets=[()])
+        report = state.audits.of(())
         unfused = {adapter.name: adapter.sites_unfused for adapter in report.adapters}
         return {
             "object": "list",
@@ -198,22 +197,8 @@ def _load_now(state: ServerState, name: str, source: AdapterSource, inplace: boo
         if _is_no_adapter(source):
             raise AdapterNotFoundError(error.subject, error.reason, error.remedy) from error
         raise
-    _check_now(state, name)
+    state.checks.loaded(name)
     return info
-
-
-def _check_now(state: ServerState, name: str) -> None:
-    """The self-check of what was loaded; whatever it meets, requests are served rightly."""
-    try:
-        state.readiness = found = check_numerics(state.served, adapters=[name])
-    except AdapterNotFoundError:
-        # It was unloaded meanwhile: nothing runs by its routes.
-        return
-    except (RuntimeError, MemoryError):
-        logger.exception("the routes of adapter '%s' could not be checked", name)
-        return
-    for unchecked in found.unchecked:
-        logger.warning("a route was not checked: %s", unchecked)
 
 
 def _check_allowed(state: ServerState, source: AdapterSource, field: str) -> None:

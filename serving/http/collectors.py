@@ -17,6 +17,7 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from ...adapters.branch import LayerBranch
+from ...adapters.experts import ExpertsBranch
 from ...adapters.manager import AdapterManager
 from ...core.route import Route
 from ..engine.requests import EngineStats
@@ -291,7 +292,7 @@ def _low_rank_fallbacks(served: ServedModel) -> Counter[str]:
     found: Counter[str] = Counter()
     for layer in served.registry:
         branch = layer.branch
-        slots = branch.product if isinstance(branch, LayerBranch) else None
+        slots = branch.product if isinstance(branch, LayerBranch | ExpertsBranch) else None
         if slots is not None:
             found[slots.kernel.name] += sum(slots.fallbacks.copy().values())
     return found

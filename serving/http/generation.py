@@ -338,13 +338,23 @@ async def take_lease(state: ServerState, adapter: str | None) -> Lease | None:
     """
     if adapter is None:
         return None
-    taking = state.lease_threads.submit(state.served.adapters.lease, adapter)
+    taking = state.lease_threads.submit(_checked_lease, state, adapter)
     try:
         return await asyncio.wrap_future(taking)
     except asyncio.CancelledError:
         # The thread goes on, and nobody waits for what it takes.
         taking.add_done_callback(_release_unwanted)
         raise
+
+
+def _checked_lease(state: ServerState, adapter: str) -> Lease:
+    lease = state.served.adapters.lease(adapter)
+    try:
+        state.checks.before_use(lease)
+    except BaseException:
+        lease.release()
+        raise
+    return lease
 
 
 def _release_unwanted(taking: Future[Lease]) -> None:

@@ -21,7 +21,7 @@ from .state import ServerState, state_of
 
 router = APIRouter()
 
-_FOLDER = Path(__file__).with_name("templates_page")
+_FOLDER = Path(__file__).with_name("page_files")
 _templates = Environment(
     loader=FileSystemLoader(_FOLDER),
     autoescape=True,

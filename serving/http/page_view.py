@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 
 MOST_LISTED = 200
 
-_KEPT_AUDITS = 8
 _AUDIT_TRIES = 4
 _LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=[.\s,:;)]|$)")
 
@@ -51,7 +49,7 @@ class AdapterRow:
 
 
 @dataclass(frozen=True)
-class Share:
+class BarPart:
     """Part of a bar of a hundred.
 
     Attributes:
@@ -97,7 +95,7 @@ class RouteRow:
     producer: str
     emulated: bool
     blame: tuple[str, ...]
-    shares: tuple[Share, ...]
+    shares: tuple[BarPart, ...]
     calls: int
     fallbacks: int
 
@@ -159,8 +157,6 @@ class PageSource:
     def __init__(self, state: ServerState) -> None:
         self._state = state
         self._throughput = Throughput(state.started_at)
-        self._lock = threading.Lock()
-        self._audits: OrderedDict[tuple[object, ...], AuditReport] = OrderedDict()
 
     def view(self, search: str = "") -> LiveView:
         """What there is now.
@@ -206,29 +202,17 @@ class PageSource:
     # --- the audit ------------------------------------------------------------------------------
 
     def _audit(self, live: tuple[str, ...]) -> tuple[AuditReport, tuple[str, ...]]:
-        """The audit for base rows and the live adapters, made once an epoch; and the latter."""
-        served = self._state.served
+        """The audit for base rows and the live adapters; and the latter."""
+        state = self._state
         gone: AdapterNotFoundError | None = None
         for _ in range(_AUDIT_TRIES):
-            key = (served.registry.epoch, served.registry.hooks_unseen(), live)
-            # Held while it is made: those who ask meanwhile want the same one.
-            with self._lock:
-                found = self._audits.get(key)
-                if found is not None:
-                    self._audits.move_to_end(key)
-                    return found, live
-                try:
-                    found = served.audit(adapter_sets=[(), live] if live else [()])
-                except AdapterNotFoundError as error:
-                    # One was unloaded since it was listed.
-                    gone = error
-                    names = {info.name for info in served.adapters.list() if info.digest}
-                    live = tuple(name for name in live if name in names)
-                    continue
-                self._audits[key] = found
-                while len(self._audits) > _KEPT_AUDITS:
-                    self._audits.popitem(last=False)
-                return found, live
+            try:
+                return state.audits.of(live), live
+            except AdapterNotFoundError as error:
+                # One was unloaded since it was listed.
+                gone = error
+                names = {info.name for info in state.served.adapters.list() if info.digest}
+                live = tuple(name for name in live if name in names)
         assert gone is not None
         raise gone
 
@@ -339,13 +323,13 @@ def _route_row(site: SiteReport, sites: int, ran: Counter[Route], fallbacks: int
     )
 
 
-def shares(ran: Mapping[Route, int]) -> tuple[Share, ...]:
+def shares(ran: Mapping[Route, int]) -> tuple[BarPart, ...]:
     """What ran as parts of a bar of a hundred; routes that did not run have none."""
     total, start, parts = sum(ran.values()), 0.0, []
     for route in (Route.FUSED, Route.ABSORBED, Route.DUAL, Route.UNFUSED):
         calls = ran.get(route, 0)
         if calls:
             width = 100.0 * calls / total
-            parts.append(Share(str(route), calls, round(start, 3), round(width, 3)))
+            parts.append(BarPart(str(route), calls, round(start, 3), round(width, 3)))
             start += width
     return tuple(parts)

@@ -12,7 +12,6 @@ from starlette.types import ASGIApp
 from ...core.errors import ConfigError
 from ..engine.engine import Engine
 from ..model import ServedModel
-from ..self_check import check_numerics
 from ..serve_config import ServeConfig
 from .auth import KeyGuard
 from .limits import BodyLimit
@@ -73,7 +72,6 @@ def make_state(loaded: LoadedModel, config: ServeConfig, names: Sequence[str]) -
         WrapError, ConfigError: see `Engine`.
     """
     served = loaded.served
-    readiness = check_numerics(served)
     # An encoder answers with embeddings only, which take no engine.
     continues = served.can_generate() and not served.config.is_encoder_decoder
     engine = Engine(served, config, seed=config.seed) if continues else None
@@ -81,7 +79,7 @@ def make_state(loaded: LoadedModel, config: ServeConfig, names: Sequence[str]) -
     state = ServerState(
         config, served, loaded.tokenizer, engine, loaded.folder, tuple(names), metrics
     )
-    state.readiness = readiness
+    state.checks.at_start()
     if engine is not None:
         engine.start()
     return state

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,10 +14,12 @@ from starlette.requests import HTTPConnection
 from ..model import ServedModel
 from ..serve_config import ServeConfig
 from .admission import Admission
+from .audits import KeptAudits
 from .bridge import Bridges
+from .chat_templates import ChatTemplates
 from .encoder import Encoder
+from .route_checks import RouteChecks
 from .sampling_defaults import model_defaults
-from .templates import ChatTemplates
 from .tokenization import Tokenization
 
 if TYPE_CHECKING:
@@ -49,7 +51,8 @@ class ServerState:
         created: when the server began, in seconds since 1970.
         started_at: the same by `time.monotonic()`.
         stopping: no new requests are taken.
-        readiness: of the last self-check; None before.
+        checks: self-checks, that of the start included.
+        audits: of the model, for listings and the page.
         sampling_defaults: what the model's generation_config.json says of sampling.
         tokenization: texts to tokens and back.
         chat_templates: of the base and of adapters.
@@ -73,7 +76,8 @@ class ServerState:
     created: int = field(default_factory=lambda: int(time.time()))
     started_at: float = field(default_factory=time.monotonic)
     stopping: bool = False
-    readiness: Readiness | None = None
+    checks: RouteChecks = field(init=False)
+    audits: KeptAudits = field(init=False)
     sampling_defaults: Mapping[str, float] = field(init=False)
     tokenization: Tokenization = field(init=False)
     chat_templates: ChatTemplates = field(init=False)
@@ -87,6 +91,8 @@ class ServerState:
     forward_thread: ThreadPoolExecutor = field(init=False)
 
     def __post_init__(self) -> None:
+        self.checks = RouteChecks(self.served, self._between_forwards)
+        self.audits = KeptAudits(self.served)
         self.sampling_defaults = model_defaults(self.served)
         self.tokenization = Tokenization(self.tokenizer)
         self.chat_templates = ChatTemplates(self.tokenizer, self.config.chat_template)
@@ -101,6 +107,11 @@ class ServerState:
         self.load_threads = ThreadPoolExecutor(_LOAD_THREADS, "branchline-load")
         self.look_threads = ThreadPoolExecutor(_LOOK_THREADS, "branchline-look")
         self.forward_thread = ThreadPoolExecutor(1, "branchline-forward")
+
+    @property
+    def readiness(self) -> Readiness | None:
+        """What the last self-check found; None before the first."""
+        return self.checks.latest
 
     @property
     def base_name(self) -> str:
@@ -121,6 +132,11 @@ class ServerState:
         asked = self.config.max_model_len
         known = [limit for limit in (positions, asked) if limit is not None]
         return min(known) if known else 512
+
+    def _between_forwards(self, call: Callable[[], Readiness]) -> Future[Readiness]:
+        if self.engine is None:
+            return self.forward_thread.submit(call)
+        return self.engine.between_steps(call)
 
     def close(self) -> None:
         """Let the threads go; nothing is served afterwards."""

@@ -23,6 +23,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ...core.errors import WrapError
 from ...linear.base_weights import BaseWeightsOf
+from ...linear.experts.find import holds_experts
+from ...linear.experts.shard import ExpertsShard
 from ...linear.registry import LayerRegistry
 from ...linear.routed import RoutedLinear
 from ...linear.sharded import LinearShard, ShardedLinear, Split, even_edges
@@ -37,11 +39,13 @@ _LINEAR_STYLES = {
     "colwise_rep": Split.GATHERED,
     "rowwise": Split.ROW,
 }
+# Whole experts on each rank: of the experts module, and of its parameters.
+_EXPERT_STYLES = ("ep_dispatch_experts", "grouped_gemm")
 # Their forward gives whole outputs; what they exchange is no matter of a linear.
 _EMBEDDING_STYLES = ("embedding_rowwise", "embedding_colwise")
 # Every rank has the whole module, and its forward exchanges nothing but gradients.
 _WHOLE_STYLES = ("replicate", "replicated_with_grad_allreduce")
-_SERVED = ", ".join((*_LINEAR_STYLES, *_EMBEDDING_STYLES, *_WHOLE_STYLES))
+_SERVED = ", ".join((*_LINEAR_STYLES, *_EXPERT_STYLES, *_EMBEDDING_STYLES, *_WHOLE_STYLES))
 _ONE_RANK = "load it on one rank"
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
@@ -53,12 +57,14 @@ class SplitModel:
 
     Attributes:
         shards: this rank's part of each split linear, by its full name.
+        experts: this rank's experts of each layer whose experts are split, by their full name.
         embeddings: names of split embeddings; their outputs are whole on every rank.
         whole: modules that a plan names, and that are whole on every rank.
         ranks: of the replica; None where there is but one.
     """
 
     shards: Mapping[str, LinearShard] = field(default_factory=lambda: _NONE)
+    experts: Mapping[str, ExpertsShard] = field(default_factory=lambda: _NONE)
     embeddings: tuple[str, ...] = ()
     whole: tuple[str, ...] = ()
     ranks: Ranks | None = None
@@ -95,6 +101,10 @@ class SplitModel:
             assert isinstance(linear, nn.Linear)
             _take_forward_off(linear, undo)
             _use_part(linear, shard, undo)
+        for name in self.experts:
+            experts = model.get_submodule(name)
+            _take_forward_off(experts, undo)
+            _use_own_experts(experts, undo)
         for name in self.whole:
             _take_forward_off(model.get_submodule(name), undo)
 
@@ -118,13 +128,18 @@ def _refuse_other_kinds(model: nn.Module) -> None:
             "wrap the base model, and load the adapters from their folders",
         )
     settings = getattr(getattr(model, "config", None), "distributed_config", None)
-    for kind, size in (("pipeline", "pp_size"), ("expert", "ep_size"), ("data", "dp_size")):
+    tensor_ranks = getattr(settings, "tp_size", 1) or 1
+    for kind, size in (("pipeline", "pp_size"), ("data", "dp_size"), ("expert", "ep_size")):
         ranks = getattr(settings, size, 1) or 1
+        if kind == "expert" and ranks == tensor_ranks:
+            # All ranks see the same batch: each computes the pairs of its own experts.
+            continue
         if ranks > 1:
             raise WrapError(
                 f"model {type(model).__qualname__}",
-                f"is {kind}-parallel over {ranks} ranks, and only tensor parallelism is served",
-                f"load it with {size}=1",
+                f"is {kind}-parallel over {ranks} ranks; tensor parallelism is served, and experts "
+                "that are split over the same ranks",
+                f"load it with {size}={tensor_ranks if kind == 'expert' else 1}",
             )
 
 
@@ -133,8 +148,11 @@ class _Reader:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
+        plans = (getattr(model, kind, None) or {} for kind in ("tp_plan", "ep_plan"))
+        # Where both name a module, transformers goes by the second.
+        self._plan: Mapping[str, str] = {k: v for plan in plans for k, v in plan.items()}
         self._shards: dict[str, LinearShard] = {}
+        self._experts: dict[str, ExpertsShard] = {}
         self._embeddings: list[str] = []
         self._whole: list[str] = []
         self._group: dist.ProcessGroup | None = None
@@ -147,6 +165,7 @@ class _Reader:
                 self._enter(name, module, style, split)
         return SplitModel(
             MappingProxyType(self._shards),
+            MappingProxyType(self._experts),
             tuple(self._embeddings),
             tuple(self._whole),
             None if self._group is None else Ranks(self._group),
@@ -161,6 +180,8 @@ class _Reader:
             style = next(filter(None, map(self._style, split)), None)
         if style in _LINEAR_STYLES:
             self._shards[name] = self._shard(name, module, style)
+        elif style in _EXPERT_STYLES and holds_experts(module):
+            self._experts[name] = self._experts_shard(name, module)
         elif style in _EMBEDDING_STYLES and isinstance(module, nn.Embedding):
             self._mesh(name, module)
             self._embeddings.append(name)
@@ -192,6 +213,25 @@ class _Reader:
         group = mesh.get_group()
         self._group = self._group or group
         return mesh, parameter
+
+    def _experts_shard(self, name: str, module: nn.Module) -> ExpertsShard:
+        mesh, _ = self._mesh(name, module)
+        for key, parameter in module.named_parameters(recurse=False):
+            placed = parameter.placements if isinstance(parameter, DTensor) else "whole"
+            if placed != (Shard(0),):
+                raise WrapError(
+                    f"parameter '{name}.{key}'",
+                    f"is {placed}, where experts are split one by one ({Shard(0)})",
+                    f"load the model with the expert-parallel plan of its config, or {_ONE_RANK}",
+                )
+        whole = module.get_parameter("down_proj").shape[0]
+        if whole % mesh.size():
+            raise WrapError(
+                f"experts '{name}'",
+                f"are {whole}, which {mesh.size()} ranks cannot share evenly",
+                f"use ranks that divide {whole}",
+            )
+        return ExpertsShard(mesh.get_local_rank(), whole // mesh.size(), mesh.get_group())
 
     def _shard(self, name: str, module: nn.Module, style: str) -> LinearShard:
         split = _LINEAR_STYLES[style]
@@ -253,6 +293,13 @@ def _use_part(linear: nn.Linear, shard: LinearShard, undo: ExitStack) -> None:
         "bias", None if part is None else nn.Parameter(part, requires_grad=False)
     )
     linear.out_features, linear.in_features = weight.shape
+
+
+def _use_own_experts(experts: nn.Module, undo: ExitStack) -> None:
+    """Let a layer's experts be those of this rank."""
+    for name, parameter in tuple(experts.named_parameters(recurse=False)):
+        undo.callback(setattr, experts, name, parameter)
+        setattr(experts, name, nn.Parameter(_local(parameter), requires_grad=False))
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...core.errors import ConfigError
-from ..config import WrapConfig
 from ..http.start import LoadedModel
 from ..load import load_model, load_tokenizer
 from ..wrap import wrap
@@ -42,7 +41,7 @@ class FolderLoader:
         """
         folder = self.config.model
         tokenizer = load_tokenizer(folder)
-        fields = set(WrapConfig.model_fields)
-        settings = self.config.model_dump(exclude_unset=True, include=fields)
-        served = wrap(load_model(folder), calibration=self.config.calibration, **settings)
+        served = wrap(
+            load_model(folder), calibration=self.config.calibration, **self.config.for_wrap
+        )
         return LoadedModel(served, tokenizer, folder)

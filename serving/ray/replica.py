@@ -145,14 +145,13 @@ class Replica:
         return table is not None
 
     async def _follow(self, table: Table) -> None:
-        adapters = self._state.served.adapters
-        self._missing = await self._in_thread(lambda: follow(adapters, table))
+        self._missing = await self._in_thread(lambda: take_over(self._state, table))
         for reason in self._missing.values():
             logger.error("an adapter of the fleet is not served by this replica: %s", reason)
         self._table = table
 
     def _digests(self) -> dict[str, str]:
-        return {info.name: info.digest for info in self._state.served.adapters.list()}
+        return _digests(self._state)
 
     # --- life -----------------------------------------------------------------------------------
 
@@ -183,6 +182,24 @@ class Replica:
 
     async def _in_thread(self, call: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+
+
+def take_over(state: ServerState, table: Table) -> dict[str, str]:
+    """Follow a table, and check the routes of what came by it; gives why entries are missing.
+
+    Raises:
+        AdapterError: as in `follow`.
+    """
+    before = _digests(state)
+    missing = follow(state.served.adapters, table)
+    for name, digest in _digests(state).items():
+        if before.get(name) != digest:
+            state.checks.loaded(name)
+    return missing
+
+
+def _digests(state: ServerState) -> dict[str, str]:
+    return {info.name: info.digest for info in state.served.adapters.list()}
 
 
 async def _held(name: str) -> str:

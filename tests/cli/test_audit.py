@@ -74,7 +74,7 @@ def test_what_a_library_prints_does_not_reach_stdout(branchline, model_folder, m
         print("loading shards")
         return load_model(folder)
 
-    monkeypatch.setattr("branchline.cli.session.load_model", noisy)
+    monkeypatch.setattr("branchline.serving.load.load_model", noisy)
     done = branchline("audit", model_folder, "--json")
     assert done.json["schema_version"] >= 1
     assert "loading shards" in done.err

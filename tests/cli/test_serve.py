@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import logging
+import re
+import shutil
 import socket
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import typer.main
 
+from branchline.cli import app
 from branchline.cli.options import flag_name
+from branchline.cli.serve import _FLAGS_OF_VLLM
 from branchline.serving.http.logs import ROOT_LOGGER
 from branchline.serving.serve_config import ServeConfig
 
@@ -119,8 +124,70 @@ def test_an_address_that_is_taken_is_an_error(branchline, model_folder):
 
 
 @pytest.mark.usefixtures("_loggers")
-def test_a_server_whose_adapter_cannot_be_loaded_does_not_start(branchline, model_folder, tmp_path):
-    done = branchline("serve", model_folder, "--port", 0, "--adapter", f"sql={tmp_path}/nowhere")
-    assert "no such folder" in done.error
+def test_a_server_whose_adapter_cannot_be_loaded_does_not_start(
+    branchline, model_folder, sql, tmp_path
+):
+    folder = shutil.copytree(sql, tmp_path / "sql")
+    (folder / "adapter_model.safetensors").write_bytes(b"\0" * 9)
+    done = branchline("serve", model_folder, "--port", 0, "--adapter", f"sql={folder}")
+    assert "adapter_model.safetensors" in done.error
     assert "listening on http://127.0.0.1:" in done.err
     assert " ready on " not in done.err
+
+
+@pytest.mark.parametrize("command", ["serve", "audit"])
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [("nowhere", "no such folder"), ("empty", "adapter_config.json"), ("", "adapter_config.json")],
+)
+def test_a_path_without_an_adapter_is_refused_before_the_model_is_loaded(
+    branchline, started, model_folder, tmp_path, command, source, said
+):
+    (tmp_path / "empty").mkdir()
+    done = branchline(command, model_folder, "--adapter", f"sql={tmp_path / source}")
+    assert said in done.error
+    assert "loading" not in done.err
+    assert not started
+
+
+# --- flags of vLLM -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "named", "said"),
+    [
+        (["--tensor-parallel-size", "2"], "--tensor-parallel-size", "--ray-replicas"),
+        (["-tp", "2"], "-tp", "--ray-replicas"),
+        (["--gpu-memory-utilization=0.9"], "--gpu-memory-utilization", "--kv-cache-memory-bytes"),
+        (["--gpu_memory_utilization", "0.9"], "--gpu_memory_utilization", "--kv-cache"),
+        (["--dtype", "bfloat16"], "--dtype", "--quant"),
+        (["--quantization", "fp8"], "--quantization", "use --quant"),
+        (["--enforce-eager"], "--enforce-eager", "leave it out"),
+    ],
+)
+def test_a_flag_of_vllm_is_refused_with_what_to_do(
+    branchline, started, model_folder, flags, named, said
+):
+    done = branchline("serve", model_folder, *flags)
+    assert done.code == 2
+    assert f"Invalid value for {named}:" in done.err
+    assert said in done.err
+    assert not started
+
+
+def test_a_flag_that_nobody_has_is_refused_as_ever(branchline, started, model_folder):
+    done = branchline("serve", model_folder, "--frobnicate")
+    assert done.code == 2
+    assert "No such option" in done.err
+    assert "vLLM" not in done.err
+
+
+def test_no_flag_of_our_own_is_called_vllm_s():
+    command = typer.main.get_command(app)
+    assert hasattr(command, "commands")
+    own = {name for p in command.commands["serve"].params for name in (*p.opts, *p.secondary_opts)}
+    assert not own & _FLAGS_OF_VLLM.keys()
+    # What they say to use there is.
+    for flag, reason in _FLAGS_OF_VLLM.items():
+        for named in re.findall(r"--[a-z-]+", reason):
+            assert named in own, flag

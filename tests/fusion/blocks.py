@@ -70,6 +70,11 @@ def limited_after(self, x):
     return self.down(gate * self.up(x).clamp(min=-self.limit, max=self.limit))
 
 
+def shifted(self, x):
+    up = self.up(x).clamp(-self.limit, self.limit)
+    return self.down((up + 0.5) * self.act(self.gate(x)))
+
+
 def multiplied(self, x):
     return self.down(self.up(x) * self.act(self.gate(x) * self.factor)) * 0.7
 

@@ -105,8 +105,8 @@ def test_opcheck_of_activations(key):
     scales = scales_of(key).values()
     settings = ("silu", 7.0, None, str(key))
     opcheck(OPS.act_quant, GATE, None, *scales, "relu2", None, None, str(key))
-    opcheck(OPS.act_quant_dual, GATE, UP, *scales, *settings, ROWS)
-    opcheck(OPS.act_quant_absorbed, GATE, UP, *scales, *settings, A, RANKS, SLOTS)
+    opcheck(OPS.act_quant_dual, GATE, UP, *scales, *settings, ROWS, 1.0)
+    opcheck(OPS.act_quant_absorbed, GATE, UP, *scales, *settings, A, RANKS, SLOTS, 1.0)
 
 
 @some_keys
@@ -139,7 +139,8 @@ def test_activations_equal_the_eager_producer(key, gated):
     gate = GATE.clone()
     gate[1, 1, :5] = torch.tensor([math.nan, math.inf, -math.inf, -0.0, 1e-40])
     up = UP if gated else None
-    semantics = ActivationSemantics("silu", gated, limit=3.0, multiplier=1.5)
+    offset = 1.0 if gated else None
+    semantics = ActivationSemantics("silu", gated, limit=3.0, multiplier=1.5, up_offset=offset)
     inputs = (gate, up) if gated else (gate,)
     emission = Emission(contract_of(key), raw=RawRequest(), shrinks=SHRINKS)
     wanted = EAGER.produce(semantics, inputs, emission).activation
@@ -148,6 +149,7 @@ def test_activations_equal_the_eager_producer(key, gated):
         "key": str(key),
         "limit": 3.0,
         "multiplier": 1.5,
+        "up_offset": offset,
         **scales_of(key),
     }
     fused = ops.act_quant(gate, up, **settings)
@@ -289,6 +291,7 @@ REFUSED = {
     "custom": (act(GATE, activation="custom-no", key="fp8-dynamic-token"), ConfigError, "custom"),
     "limit": (act(GATE, limit=math.nan, **TOKEN), ConfigError, "finite"),
     "multiplier": (act(GATE, multiplier=math.inf, **TOKEN), ConfigError, "finite"),
+    "offset": (act(GATE, up_offset=1.0, **TOKEN), ConfigError, "has not"),
     "no scale": (act(GATE, **STATIC), ScaleError, "needs a static"),
     "scale too many": (act(GATE, static_scale=ONE, **TOKEN), ScaleError, "no static"),
     "global too many": (act(GATE, global_scale=ONE, **TOKEN), ScaleError, "no global"),

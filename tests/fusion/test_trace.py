@@ -21,6 +21,7 @@ from tests.fusion.blocks import (
     limited,
     limited_after,
     multiplied,
+    shifted,
 )
 
 
@@ -199,6 +200,14 @@ def test_a_limit_of_up_stays_beside_a_table():
     )
     assert finding.semantics.custom
     assert finding.semantics.limit == 2.0
+
+
+def test_an_offset_of_up_is_found_in_the_graph():
+    cone = the_cone(shifted)
+    assert {0.5, 2.0} <= set(cone.numbers)
+    finding, _ = identify_activation(cone.function, 2, DTYPE, numbers=cone.numbers)
+    assert finding.semantics.custom
+    assert (finding.semantics.limit, finding.semantics.up_offset) == (2.0, 0.5)
 
 
 def test_a_cone_is_called_by_its_last_module_or_else_its_root():

@@ -362,6 +362,7 @@ def test_cases_are_what_they_say(family, quick):
             assert any(s.limit is not None for s in semantics)
         if not family.startswith("custom"):
             assert any(s.multiplier is not None for s in semantics)
+        assert any(s.up_offset is not None for s in semantics) == made[0].semantics.gated
     else:
         assert {s.residual for s in semantics} == {False, True}
         assert {s.bias for s in semantics} == ({False, True} if "layer" in family else {False})

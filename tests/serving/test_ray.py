@@ -24,7 +24,8 @@ from tests.serving.http.conftest import (  # noqa: F401
     model_folder,
 )
 
-WAIT_SECONDS = 90.0
+# A replica that comes later imports torch, on a machine that may be busy with other tests.
+WAIT_SECONDS = 300.0
 
 
 @dataclass
@@ -159,15 +160,21 @@ def test_requests_of_one_adapter_go_where_it_is_in_use(fleet: RunningFleet):
         lines = fleet.adapters()
         return Counter({name: lines[name]["mlp"]["hits"] for name in lines})
 
-    fleet.complete("mlp")
-    # Replicas tell the routers every now and then what they have in use.
-    time.sleep(2.0)
-    before = hits()
-    for _ in range(6):
-        assert fleet.complete("mlp", tokens=1).status_code == 200
-    grown = hits() - before
-    assert len(grown) == 1
-    assert sum(grown.values()) >= 6
+    def replicas_of(requests: int) -> int:
+        before = hits()
+        for _ in range(requests):
+            assert fleet.complete("mlp", tokens=1).status_code == 200
+        grown = hits() - before
+        assert sum(grown.values()) >= requests
+        return len(grown)
+
+    # Replicas tell the routers every now and then what they have in use. By chance, ten requests
+    # go to one of two replicas in one case of five hundred.
+    for _ in range(5):
+        if replicas_of(10) == 1:
+            return
+        time.sleep(2.0)
+    pytest.fail("requests of one adapter go to both replicas")
 
 
 def test_leaving_client_ends_its_request(fleet: RunningFleet):
@@ -178,10 +185,10 @@ def test_leaving_client_ends_its_request(fleet: RunningFleet):
         lines = [x for x in text.splitlines() if x.startswith("branchline_requests_total{")]
         return sum(float(x.rsplit(" ", 1)[1]) for x in lines if 'outcome="cancelled"' in x)
 
-    assert cancelled() == 0
+    before = cancelled()
     with fleet.client() as client, client.stream("POST", "/v1/completions", json=body) as answer:
         assert b"data:" in next(answer.iter_bytes())
-    wait_for(lambda: cancelled() == 1, "the request goes on")
+    wait_for(lambda: cancelled() == before + 1, "the request goes on")
 
 
 # --- all replicas --------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -18,11 +19,13 @@ from typer.testing import CliRunner
 from branchline import ServedModel, load_model, wrap
 from branchline.cli import app
 from branchline.core.errors import AdapterNotFoundError, ConfigError
-from branchline.serving.ray import build
+from branchline.linear.kernels.float_selection import FloatKernel
+from branchline.serving.http.state import ServerState
+from branchline.serving.ray import FleetConfig, build, loader
 from branchline.serving.ray.asgi import Forwarded, Head, Reply, replied
 from branchline.serving.ray.fleet import Fleet
 from branchline.serving.ray.merge import merged_metrics
-from branchline.serving.ray.replica import Answered
+from branchline.serving.ray.replica import Answered, take_over
 from branchline.serving.ray.table import (
     Change,
     Entry,
@@ -174,6 +177,39 @@ def test_a_content_that_is_not_the_tables_is_not_served(
     assert served.adapters.list() == ()
     with pytest.raises(AdapterNotFoundError):
         follow(served.adapters, Table(0, {"gone": Entry(entries["gone"].source)}))
+
+
+def test_a_replica_checks_the_routes_of_what_came_by_the_table(
+    served: ServedModel,
+    adapter_folders: Mapping[str, Path],  # noqa: F811
+):
+    checked: list[str] = []
+    state = cast(
+        ServerState, SimpleNamespace(served=served, checks=SimpleNamespace(loaded=checked.append))
+    )
+    first = {name: Entry(str(adapter_folders[name])) for name in ("attn", "mlp")}
+    assert take_over(state, Table(0, first)) == {}
+    assert checked == ["attn", "mlp"]
+    digests = {info.name: info.digest for info in served.adapters.list()}
+    settled = Table(0, first).settled(digests)
+    assert take_over(state, settled) == {}
+    assert checked == ["attn", "mlp"]
+    swapped = settled.changed(Change("mlp", str(adapter_folders["all"])), "")
+    assert take_over(state, swapped) == {}
+    assert checked == ["attn", "mlp", "mlp"]
+    assert take_over(state, Table(9)) == {}
+    assert len(checked) == 3
+
+
+def test_a_replica_has_a_server_s_defaults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Of what the command line serves in one process, nothing is lost in many."""
+    given = {}
+    for name in ("load_model", "load_tokenizer"):
+        monkeypatch.setattr(loader, name, lambda folder: folder)
+    monkeypatch.setattr(loader, "wrap", lambda model, **settings: given.update(settings))
+    config = FleetConfig(model=tmp_path, ray=True, max_loras=3)
+    loader.FolderLoader(config)()
+    assert given == {"calibration": None, "float_kernel": FloatKernel.AUTO, "max_loras": 3}
 
 
 class Replicas:

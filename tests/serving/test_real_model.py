@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 
 import branchline
 from branchline.fusion import Route
+from tests.serving.http.conftest import RunningServer, end, starter
 from tests.serving.test_routes import assert_same_bytes, routes_ran, total
 
 pytestmark = pytest.mark.real_model
@@ -25,6 +32,12 @@ CALIBRATION = (
     "List two colours.",
 )
 LAYERS = 30
+ADAPTERS = {name: EXAMPLES / "adapters" / name for name in ("shout", "json", "pirate")}
+# Of logits at the server, which lie 2**-8 of their size apart: an FP8 code that rounds the other
+# way (sums are in another order in a batch of another size) moves them by some of these steps.
+TOLERANCE = 2**-5
+# Most tokens are the same: of those that a wrong slot or block gives, few would be.
+MOST_CLOSE = 0.1
 
 
 def load_example(name: str):
@@ -80,8 +93,8 @@ def wrap(prompts):
 @pytest.fixture(scope="module")
 def served(wrap):
     model = wrap()
-    for name in ("shout", "json", "pirate"):
-        model.adapters.load(name, EXAMPLES / "adapters" / name)
+    for name, folder in ADAPTERS.items():
+        model.adapters.load(name, folder)
     return model
 
 
@@ -165,8 +178,8 @@ def test_all_policies_are_bitwise_equal(served, wrap, prompts, quant):
         ("absorbed", Route.ABSORBED),
     ):
         model = wrap(policy=policy, quant=quant, **saved)
-        for name in ("shout", "json", "pirate"):
-            model.adapters.load(name, EXAMPLES / "adapters" / name)
+        for name, folder in ADAPTERS.items():
+            model.adapters.load(name, folder)
         logits = []
         for names in BATCHES:
             with model.adapters.rows(names):
@@ -179,6 +192,96 @@ def test_all_policies_are_bitwise_equal(served, wrap, prompts, quant):
         assert ran == {**without, with_adapters: LAYERS * (9 if policy == "static" else 4)}
         producers = {s.producer for s in model.planner.plan({}).sites if s.producer}
         assert producers == (set() if policy == "static" else {"native"})
+
+
+# --- behind the server ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer under load.
+
+    Attributes:
+        adapter: None for the base.
+        prompt: tokens.
+        ids: tokens of the answer.
+        text: of the answer.
+    """
+
+    adapter: str | None
+    prompt: list[int]
+    ids: list[int]
+    text: str
+
+
+@pytest.fixture(scope="module")
+def server(served, tmp_path_factory) -> Iterator[tuple[RunningServer, float]]:
+    """A server of what `served` is, and the seconds from its start to the moment it is ready."""
+    scales = tmp_path_factory.mktemp("server") / "scales.json"
+    served.calibration.save(scales)
+    made: list[RunningServer] = []
+    start = starter(load_example("smollm2").ensure_smollm2(), ADAPTERS, made)
+    begun = time.monotonic()
+    try:
+        running = start("--quant", "fp8-static", "--calibration", str(scales))
+        yield running, time.monotonic() - begun
+    finally:
+        end(made)
+
+
+@pytest.fixture(scope="module")
+def told(server, prompts) -> list[Answer]:
+    """Two questions to every adapter and the base, all at one time."""
+    running, _ = server
+
+    def ask(adapter: str | None, question: str) -> Answer:
+        prompt = prompts([question])["input_ids"][0].tolist()
+        body = {"model": adapter or running.model, "prompt": prompt, "max_tokens": 24}
+        body |= {"temperature": 0, "return_token_ids": True}
+        answer = httpx.post(f"{running.url}/v1/completions", json=body, timeout=120)
+        assert answer.status_code == 200, answer.text
+        (choice,) = answer.json()["choices"]
+        return Answer(adapter, prompt, choice["token_ids"], choice["text"])
+
+    wanted = [(name, question) for question in QUESTIONS[:2] for name in (*ADAPTERS, None)]
+    with ThreadPoolExecutor(len(wanted)) as threads:
+        return list(threads.map(lambda each: ask(*each), wanted))
+
+
+def test_the_server_says_how_long_it_took_to_be_ready(server, record_property):
+    running, seconds = server
+    (loading,) = re.findall(r" ready on .* adapters=3 seconds=([\d.]+)", running.log)
+    assert 0 < float(loading) <= seconds
+    record_property("start_to_ready_seconds", round(seconds, 1))
+    record_property("loading_seconds", float(loading))
+
+
+def test_answers_under_load_are_the_library_s_alone(told, served):
+    differing = 0
+    for answer in told:
+        assert answer.ids
+        given = torch.tensor([[*answer.prompt, *answer.ids]])
+        logits = served(given, adapter_names=[answer.adapter], use_cache=False).logits
+        logits = logits[0, len(answer.prompt) - 1 : -1].float()
+        chosen = logits.gather(-1, torch.tensor(answer.ids)[:, None])[:, 0]
+        behind = logits.amax(-1) - chosen
+        assert (behind <= TOLERANCE * logits.abs().amax(-1)).all(), (answer, behind)
+        differing += int((behind > 0).sum())
+    assert differing <= MOST_CLOSE * sum(len(answer.ids) for answer in told)
+
+
+def test_adapters_do_at_the_server_what_they_were_trained_for(told):
+    texts = {name: [a.text for a in told if a.adapter == name] for name in (*ADAPTERS, None)}
+    assert all(shouted(text) > 0.9 for text in texts["shout"])
+    assert all(text.startswith("{") for text in texts["json"])
+    assert all("arr" in text.lower() for text in texts["pirate"])
+    for text in texts[None]:
+        assert shouted(text) < 0.5
+        assert not text.startswith("{")
+        assert "arr, matey" not in text.lower()
+
+
+# --- the end ------------------------------------------------------------------------------------
 
 
 def test_base_rows_are_the_base_model_after_everything(served, wrap, prompts):

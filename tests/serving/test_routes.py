@@ -10,7 +10,7 @@ import torch
 
 from branchline.core.errors import BatchError
 from branchline.fusion import Route
-from tests.models import save_adapter, token_ids
+from tests.models import TARGETS, save_adapter, token_ids
 
 BATCHES = [
     [None, None, None],
@@ -36,8 +36,16 @@ def routes_ran(model) -> dict[str, dict[Route, int]]:
     return out
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("quant", ["fp8-static", "fp8-dynamic"])
+#: Each family with each quantisation and each dtype; one family with all pairs of these.
+SERVED_AS = [
+    *((family, "fp8-static", torch.bfloat16) for family in sorted(TARGETS)),
+    *((family, "fp8-dynamic", torch.float32) for family in sorted(TARGETS)),
+    ("llama", "fp8-static", torch.float32),
+    ("llama", "fp8-dynamic", torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize(("family", "quant", "dtype"), SERVED_AS, indirect=["family"])
 def test_all_policies_give_the_same_bytes(family, dtype, quant):
     ids = token_ids(3, 9)
     static = family.served(dtype, quant=quant, policy="static")

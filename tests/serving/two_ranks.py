@@ -114,13 +114,16 @@ class Setup:
     plan: dict[str, str] | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     adapters: dict[str, Path] = field(default_factory=dict)
+    expert_parallel: bool = False
 
 
 def plain_model(setup: Setup, ranks: int = 1) -> Any:
     """The model, split over `ranks`."""
     split = {}
     if ranks > 1:
-        split = {"distributed_config": DistributedConfig(tp_size=ranks, tp_plan=setup.plan)}
+        experts = {"ep_size": ranks} if setup.expert_parallel else {}
+        config = DistributedConfig(tp_size=ranks, tp_plan=setup.plan, **experts)
+        split = {"distributed_config": config}
     return AutoModelForCausalLM.from_pretrained(setup.folder, dtype=setup.dtype, **split).eval()
 
 
@@ -272,3 +275,38 @@ def halved_logits(setup: Setup, ids: torch.Tensor) -> torch.Tensor:
         # No longer what `get_output_embeddings` knows as the head.
         model.set_submodule("lm_head", Halves(model.lm_head, False))
     return branchline.wrap(model, **settings)(ids).logits
+
+
+# --- experts --------------------------------------------------------------------------------------
+
+
+def shapes_of_experts(rank: int) -> dict[str, tuple[int, ...]]:
+    """(E, N, K) of each projection of experts on this rank."""
+    layers = _served["model"].registry.layers
+    return {
+        name: tuple(layer.kernel.dequantized().shape)
+        for name, layer in layers.items()
+        if ".experts." in name
+    }
+
+
+def through_experts(
+    rank: int, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """What the first layer's experts make of tokens (T, H)."""
+    return through_experts_of(_served["model"], x, index, weights)
+
+
+def through_experts_of(
+    served: branchline.ServedModel, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """What the first layer's experts make of tokens (T, H)."""
+    with torch.no_grad():
+        return served.model.model.layers[0].mlp.experts(x, index, weights)
+
+
+def wrap_with_lying_config(rank: int, setup: Setup) -> None:
+    """A model whose config says that its experts are split over other ranks."""
+    model = plain_model(setup, RANKS)
+    model.config.distributed_config.ep_size = 2 * RANKS
+    branchline.wrap(model, **setup.settings)

@@ -16,7 +16,7 @@ from ....core.selection import Verdict
 from ...contract import InputContract
 from ...kernels.base import BaseKernel, LinearConfig
 from ...quantizers import quantize_input
-from ..pairs import Pairs
+from ..pairs import Pairs, combine
 from ..weight import ExpertsWeight
 
 
@@ -59,6 +59,22 @@ class GroupedKernel(BaseKernel):
             RawConsumerError: codes for a kernel that takes none, or codes without their scale.
             ContractError: rows or columns that are not these pairs'.
         """
+
+    def combine(self, out: torch.Tensor, weights: torch.Tensor, pairs: Pairs) -> torch.Tensor:
+        """What a token's experts make of it, weighted and added up: `pairs.combine`, to the bit.
+
+        Args:
+            out: (P, N), by position.
+            weights: (T, k), by choice.
+            pairs: of the forward.
+
+        Returns:
+            float32 (T, N).
+
+        Raises:
+            ContractError: rows or weights that are not these pairs'.
+        """
+        return combine(out, weights, pairs)
 
     def check_rows(self, shape: torch.Size, pairs: Pairs, consumer: str, *, by_token: bool) -> None:
         """Refuse an input of another shape than (T, K) or (P, K).

@@ -15,11 +15,20 @@ from ...kernels.base import LinearConfig
 from ..weight import ExpertsWeight
 from .base import GroupedConfig, QuantizedGroupedKernel
 from .each import EmulatedExperts, W8A16Experts
+from .native_fp8 import NativeFp8Experts, NativeW8A16Experts
+from .torch_grouped import TorchScaledExperts
+from .triton.fp8 import TritonBlockScaledExperts, TritonRowwiseExperts
 
 #: The first that runs is chosen.
 GROUPED_KERNELS: tuple[type[QuantizedGroupedKernel], ...] = (
+    TritonBlockScaledExperts,
+    TritonRowwiseExperts,
+    NativeFp8Experts,
     EmulatedExperts,
+    NativeW8A16Experts,
     W8A16Experts,
+    # Serves nothing that those before it do not: only who forces it gets it.
+    TorchScaledExperts,
 )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,9 +14,6 @@ from ...outputs import empty
 from ...quantized_weight import QuantizedWeight
 from ..base import CodesKernel, LinearConfig, block_input
 from .plan import STEP
-
-if TYPE_CHECKING:
-    from .matmul import Operand
 
 _FIRST_WITH_FLOAT8E4NV = (8, 9)
 _FIRST_TRITON = (3, 6)
@@ -55,28 +51,14 @@ class TritonLinear(CodesKernel):
 
     def multiply(self, x: QuantizedActivation) -> torch.Tensor:
         from .matmul import launch_matmul
+        from .tile import input_operand, weight_operand
 
         shape = (x.orig_shape[:-1].numel(), self.out_features)
         out = empty(shape, x.orig_dtype, x.device)
-        blockwise = self._source.scheme.blockwise
-        launch_matmul(self._input(x), self._weight(), self._bias, out, blockwise=blockwise)
+        scheme = self._source.scheme
+        weight = weight_operand(self._source.codes, self._scale, scheme)
+        launch_matmul(input_operand(x), weight, self._bias, out, blockwise=scheme.blockwise)
         return out.view(*x.orig_shape[:-1], self.out_features)
-
-    def _input(self, x: QuantizedActivation) -> Operand:
-        from .matmul import Operand
-
-        codes = x.codes.reshape(-1, self.in_features).contiguous()
-        if not x.quant_key.granularity.size:
-            return Operand(codes, x.scale.contiguous(), int(not x.quant_key.static))
-        return Operand(codes, x.scale, x.scale.stride(0), x.scale.stride(1))
-
-    def _weight(self) -> Operand:
-        from .matmul import Operand
-
-        scheme, scale = self._source.scheme, self._scale
-        if scheme.blockwise:
-            return Operand(self._source.codes, scale, scale.stride(0), 1, scheme.rows)
-        return Operand(self._source.codes, scale, int(scheme.per_channel))
 
 
 class TritonBlockScaledLinear(TritonLinear):

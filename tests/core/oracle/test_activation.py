@@ -113,7 +113,9 @@ def test_semantics_print_as_registry_names():
     assert str(ActivationSemantics("silu", gated=True)) == "silu_mul"
     assert str(ActivationSemantics("silu", gated=False)) == "silu"
     assert str(ActivationSemantics("silu", True, 7.0, 0.5)) == "silu_mul[limit=7, multiplier=0.5]"
-    assert ActivationSemantics("silu", True, 7.0, 0.5).family == "silu_mul"
+    shifted = ActivationSemantics("silu", True, 7.0, 0.5, 1.0)
+    assert str(shifted) == "silu_mul[limit=7, multiplier=0.5, up_offset=1]"
+    assert shifted.family == "silu_mul"
     assert str(NormSemantics("gemma", 1e-6)) == "rms_norm[gemma]"
     assert str(NormSemantics("layer_norm_1p", 1e-6, residual=True)) == "add_layer_norm[1p]"
 
@@ -185,6 +187,37 @@ def test_a_multiplier_is_rounded_before_the_limit_and_the_activation(name, dtype
     before = (gate.float() * np.float32(0.3)).to(dtype)
     expected = activate(ActivationSemantics(name, False), before.clamp(max=2.5))
     assert torch.equal(out.nan_to_num(9), expected.nan_to_num(9))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("limit", "offset"), [(None, 1.0), (7.0, 1.0), (0.7, 0.3), (2.5, -2.0)])
+def test_an_offset_is_added_to_the_clamped_up_and_rounded_before_the_product(limit, offset, dtype):
+    gate, up = spread(40, 33, dtype=dtype, seed=1), spread(40, 33, dtype=dtype, seed=2)
+    out = activate(ActivationSemantics("relu", True, limit, up_offset=offset), gate, up)
+    bound = torch.inf if limit is None else torch.tensor(limit, dtype=dtype).item()
+    with np.errstate(all="ignore"):
+        shifted = up.clamp(-bound, bound).float().numpy() + np.float32(offset)
+        shifted = torch.from_numpy(shifted).to(dtype).float().numpy()
+        side = gate.clamp(max=bound).relu().float().numpy()
+        # In the other order of factors than the oracle's: only which NaN comes out could differ.
+        expected = torch.from_numpy(shifted * side).to(dtype)
+    assert torch.equal(out.nan_to_num(9), expected.nan_to_num(9))
+    assert torch.equal(out.signbit() & ~out.isnan(), expected.signbit() & ~expected.isnan())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_order_of_a_product_s_factors_does_not_show(dtype):
+    x = every_encoding(dtype)
+    for partner in (x.roll(20011), x.flip(0), x.clamp(-7, 7) + 1):
+        assert same(x * partner, partner * x)
+
+
+def test_an_offset_needs_an_up_and_is_neither_zero_nor_without_bounds():
+    with pytest.raises(ConfigError, match="has not"):
+        ActivationSemantics("silu", False, up_offset=1.0)
+    for offset in (0.0, -0.0, 2.0**-15, -1e5, math.inf, NAN):
+        with pytest.raises(ConfigError, match="up_offset"):
+            ActivationSemantics("silu", True, up_offset=offset)
 
 
 # --- custom activations -------------------------------------------------------------------------

@@ -62,6 +62,8 @@ def activations():
     yield ActivationSemantics("silu", gated=True, limit=3.3)
     yield ActivationSemantics("relu2", gated=False, multiplier=1.7)
     yield ActivationSemantics("identity", gated=True, limit=2.0, multiplier=0.3)
+    yield ActivationSemantics("silu", gated=True, up_offset=-0.3)
+    yield ActivationSemantics("gelu_erf", gated=True, limit=0.7, up_offset=1.0)
     yield ActivationSemantics("gelu_tanh", gated=True, limit=3.3, multiplier=1.7)
 
 
@@ -87,7 +89,7 @@ def test_all_encodings(check, emission, encodings, plan, name):
     asked = emission(FP8_STATIC_TENSOR, raw=RawRequest(), route=Route.DUAL)
     check(ActivationSemantics(name, gated=False), (one,), asked)
     check(ActivationSemantics(name, gated=True), (one, up[None]), asked)
-    check(ActivationSemantics(name, gated=True, limit=7.0, multiplier=1.7), (one, up[None]), asked)
+    check(ActivationSemantics(name, True, 7.0, 1.7, up_offset=1.0), (one, up[None]), asked)
 
 
 @pytest.mark.parametrize("key", KEYS[1:], ids=str)

@@ -19,6 +19,8 @@ GATED = [
     ActivationSemantics("silu", True, limit=7.0),
     ActivationSemantics("silu", True, multiplier=0.37),
     ActivationSemantics("gelu_tanh", True, limit=1.5, multiplier=1.25),
+    ActivationSemantics("silu", True, limit=7.0, up_offset=1.0),
+    ActivationSemantics("identity", True, up_offset=-0.3),
 ]
 LAYOUTS = [
     replace(FP8_STATIC_TENSOR, row_multiple=16),
@@ -52,9 +54,10 @@ def test_all_encodings_in_either_place(backend, encodings, semantics):
 
 def test_a_custom_activation(backend, encodings, random, key):
     table = (encodings * torch.sigmoid(1.702 * encodings)).bfloat16()
-    for gated in (False, True):
-        semantics = ActivationSemantics(define_custom(table), gated)
-        backend.check(semantics, *(random(5, 576) for _ in range(1 + gated)), key=key)
+    plain, gated = (ActivationSemantics(define_custom(table), gated) for gated in (False, True))
+    backend.check(plain, random(5, 576), key=key)
+    for semantics in (gated, replace(gated, limit=0.5, up_offset=1.0)):
+        backend.check(semantics, random(5, 576), random(5, 576), key=key)
 
 
 @pytest.mark.parametrize("columns", [1, 16, 64, 128, 192, 576, 1368, 3420, 5120, 10240])

@@ -86,6 +86,11 @@ CASES = {
     "relu2-static": Case(ActivationSemantics("relu2", gated=False), FP8_STATIC_TENSOR),
     "gelu_mul-group": Case(ActivationSemantics("gelu_tanh", gated=True), FP8_DYNAMIC_GROUP128),
     "limits": Case(ActivationSemantics("silu", True, 7.0, 1.7), MXFP8),
+    "gelu_mul-offset": Case(
+        ActivationSemantics("gelu_tanh", True, 7.0, up_offset=1.0),
+        MXFP8,
+        architectures=ARCHITECTURES,
+    ),
     "add_llama-static": Case(ADD_LLAMA, FP8_STATIC_TENSOR, 5120, architectures=ARCHITECTURES),
     "add_llama-nvfp4": Case(ADD_LLAMA, NVFP4, 5120, architectures=(100,)),
     "add_llama-raw": Case(ADD_LLAMA, FP8_DYNAMIC_TOKEN, 5120, RawRequest()),

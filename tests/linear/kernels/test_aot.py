@@ -16,18 +16,9 @@ from triton.runtime.jit import JITFunction
 
 from branchline.linear.kernels.triton.matmul import Operand, launch_matmul
 from branchline.linear.kernels.triton.plan import PLANS, STEP
-from tests.aot import compile_launch, read_code
+from tests.aot import FP8_PRODUCTS, compile_launch, read_code, refuse_spills
 
 ARCHITECTURES = (89, 90, 100, 120)
-#: KiB of shared memory that a program may have.
-SHARED = {89: 99, 90: 227, 100: 227, 120: 99}
-#: Of few rows and of many: the same kind, and 32 columns of K at a time.
-PRODUCTS = {
-    89: r"\bQMMA\.16832\.F32\.E4M3\.E4M3\b",
-    90: r"\bQGMMA\.64x\d+x32\.F32\.E4M3\.E4M3\b",
-    100: r"\bUTCQMMA\b",
-    120: r"\bQMMA\.16832\.F32\.E4M3\.E4M3\b",
-}
 
 
 class Case(NamedTuple):
@@ -110,19 +101,17 @@ def elements(name: str) -> int:
 
 @each(EVERY)
 def test_nothing_spills(name, architecture):
-    usage = read(name, architecture, "cuobjdump", "--dump-resource-usage")
-    stack, local = re.search(r"STACK:(\d+).*?LOCAL:(\d+)", usage).groups()
-    assert (stack, local) == ("0", "0")
-    assert not re.search(r"\b(STL|LDL)\b", sass_of(name, architecture))
-    assert compiled(name, architecture).metadata.shared <= SHARED[architecture] * 1024
+    refuse_spills(compiled(name, architecture), architecture)
 
 
 @each(EVERY)
 def test_tensor_cores_multiply_fp8_by_one_kind_of_instruction(name, architecture):
     sass = sass_of(name, architecture)
-    assert re.search(PRODUCTS[architecture], sass)
+    assert re.search(FP8_PRODUCTS[architecture], sass)
     assert not re.search(r"\b[HIDF]MMA\.", sass)
-    assert len(re.findall(r"\b[A-Z]*MMA\b", sass)) == len(re.findall(PRODUCTS[architecture], sass))
+    assert len(re.findall(r"\b[A-Z]*MMA\b", sass)) == len(
+        re.findall(FP8_PRODUCTS[architecture], sass)
+    )
 
 
 @each(EVERY)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
@@ -17,6 +16,7 @@ from branchline.linear.kernels.triton import fp8
 from branchline.linear.kernels.triton.fp8 import TritonBlockScaledLinear, TritonRowwiseLinear
 from branchline.linear.kernels.triton.plan import PLANS, plan_matmul
 from branchline.linear.quantized_weight import QuantizedWeight
+from tests.interpreted import quick_interpreter
 from tests.linear.kernels.cases import (
     BLOCKS,
     NAME,
@@ -48,27 +48,13 @@ def each(names=tuple(EVERY)):
 
 @pytest.fixture(autouse=True)
 def _interpreter(monkeypatch):
-    """Silence about infinities; an element that no kernel writes is a NaN; and less waiting.
-
-    The interpreter replaces `triton.language` anew at each call of a function within a kernel,
-    which takes longer than the function.  What the launch has replaced serves them as well.
-    """
-    from triton.runtime import interpreter
-
-    prepared = set()
-
-    def call(self, *args, **kwargs):
-        if self.fn.__module__ not in prepared:
-            interpreter._patch_lang(self.fn)
-            prepared.add(self.fn.__module__)
-        return self.rewrite()(*args, **kwargs)
+    """An element that no kernel writes is a NaN."""
 
     def unwritten(shape, dtype, device):
         return torch.full(shape, torch.nan, dtype=dtype, device=device)
 
-    monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
     monkeypatch.setattr(fp8, "empty", unwritten)
-    with np.errstate(all="ignore"):
+    with quick_interpreter(monkeypatch):
         yield
 
 

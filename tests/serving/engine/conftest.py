@@ -117,3 +117,15 @@ def alone(
         best = served(ids, adapter_names=[adapter], use_cache=False).logits[:, -1:].argmax(-1)
         ids = torch.cat([ids, best], -1)
     return ids[0, len(tokens) :].tolist()
+
+
+def is_answer(
+    served: ServedModel, tokens: Sequence[int], ids: Sequence[int], adapter: str | None = None
+) -> bool:
+    """Whether `ids` are the library's greedy answer to one request, as `alone` makes it.
+
+    Of a causal model one forward over all tokens tells that, without a forward for each.
+    """
+    given = torch.tensor([[*tokens, *ids]])
+    logits = served(given, adapter_names=[adapter], use_cache=False).logits
+    return logits[0, len(tokens) - 1 : -1].argmax(-1).tolist() == list(ids)

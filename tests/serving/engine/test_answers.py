@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.serving.engine.conftest import alone, prompt
+from tests.serving.engine.conftest import alone, is_answer, prompt
 
 NAMES = ["attn", None, "mlp", "all", None, "mlp", "attn", None]
 LENGTHS = [5, 1, 40, 17, 3, 33, 20, 64]
@@ -13,11 +13,12 @@ def test_mixed_batches_answer_as_each_request_alone(family, serve):
     # float32 and no quantisation: sums of another order do not change a token there.
     served = family.served(torch.float32, quant="none", max_loras=4)
     prompts = [prompt(n, seed) for seed, n in enumerate(LENGTHS)]
-    wanted = [alone(served, p, name) for p, name in zip(prompts, NAMES, strict=True)]
     # Few tokens a step: long prompts take several, beside others that decode.
     client = serve(served, max_num_batched_tokens=24)
     answers = [client.ask(p, name) for p, name in zip(prompts, NAMES, strict=True)]
-    assert [answer.wait().ids for answer in answers] == wanted
+    for p, name, answer in zip(prompts, NAMES, answers, strict=True):
+        assert len(answer.wait().ids) == 12
+        assert is_answer(served, p, answer.ids, name)
 
 
 @pytest.mark.parametrize("policy", ["dynamic", "dual", "absorbed"])
@@ -46,11 +47,12 @@ def test_one_request_of_one_token(served, serve):
 
 def test_cache_that_holds_few_blocks_makes_requests_wait_and_begin_anew(served, serve):
     prompts = [prompt(20, seed) for seed in range(6)]
-    wanted = [alone(served, p, new=30) for p in prompts]
     # Each takes 50 tokens, 4 blocks of 16; all at once would take 24.
     client = serve(served, num_gpu_blocks_override=9, enable_prefix_caching=False)
     answers = [client.ask(p, max_tokens=30) for p in prompts]
-    assert [answer.wait().ids for answer in answers] == wanted
+    for p, answer in zip(prompts, answers, strict=True):
+        assert len(answer.wait().ids) == 30
+        assert is_answer(served, p, answer.ids)
     stats = client.engine.stats()
     assert stats.preemptions > 0
     assert stats.used_blocks == 0
@@ -60,19 +62,21 @@ def test_more_adapters_than_slots_take_turns(llama, serve):
     served = llama.served(torch.float32, quant="none", max_loras=1)
     names = ["attn", "mlp", "all", None] * 2
     prompts = [prompt(9, seed) for seed in range(len(names))]
-    wanted = [alone(served, p, name, 20) for p, name in zip(prompts, names, strict=True)]
     client = serve(served, max_loras=1, adapter_turn_steps=4)
     answers = [client.ask(p, name, max_tokens=20) for p, name in zip(prompts, names, strict=True)]
-    assert [answer.wait().ids for answer in answers] == wanted
+    for p, name, answer in zip(prompts, names, answers, strict=True):
+        assert len(answer.wait().ids) == 20
+        assert is_answer(served, p, answer.ids, name)
 
 
 def test_sliding_windows_shorter_than_prompts(make_family, serve):
     served = make_family("gemma3").served(torch.float32, quant="none")
     prompts = [prompt(n, n) for n in (7, 8, 9, 30)]
-    wanted = [alone(served, p, "all", 24) for p in prompts]
     client = serve(served, max_num_batched_tokens=11)
     answers = [client.ask(p, "all", max_tokens=24) for p in prompts]
-    assert [answer.wait().ids for answer in answers] == wanted
+    for p, answer in zip(prompts, answers, strict=True):
+        assert len(answer.wait().ids) == 24
+        assert is_answer(served, p, answer.ids, "all")
 
 
 def test_model_answers_as_before_once_the_engine_has_stopped(served, serve):

@@ -27,7 +27,7 @@ CHAT_TEMPLATE = (
 )
 ADDRESS = re.compile(r"listening on (http://\S+?)[\s\",]")
 # Starting imports torch, on a machine that may be busy with other tests.
-START_SECONDS = 180.0
+START_SECONDS = 600.0
 
 
 @pytest.fixture(scope="session")
@@ -75,29 +75,45 @@ def adapter_folders(
 
 
 @dataclass
-class RunningServer:
+class Address:
+    """Where a server listens.
+
+    Attributes:
+        url: without a slash at the end.
+        model: the base model's name.
+    """
+
+    url: str
+    model: str
+
+    def client(self, **settings) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=60.0, **settings)
+
+    def wait_for(self, condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
+        """Until `condition`; fails if it takes too long."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"{what}: timed out"
+            time.sleep(0.02)
+
+
+@dataclass
+class RunningServer(Address):
     """One `branchline serve` process.
 
     Attributes:
-        url: its address, without a slash at the end.
         process: itself.
-        model: the base model's name.
         adapters: folders of the adapters that were loaded at start, by name.
         lines: what it wrote to stderr so far.
     """
 
     process: subprocess.Popen[str]
-    model: str
     adapters: Mapping[str, Path]
-    url: str = ""
     lines: list[str] = field(default_factory=list)
 
     @property
     def log(self) -> str:
         return "".join(self.lines)
-
-    def client(self, **settings) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=60.0, **settings)
 
     def wait_for(self, condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
         """Until `condition`; fails with the log if the process ends or it takes too long."""
@@ -110,7 +126,11 @@ class RunningServer:
             time.sleep(0.02)
 
     def is_ready(self) -> bool:
-        return httpx.get(f"{self.url}/ready", timeout=10.0).status_code == 200
+        try:
+            return httpx.get(f"{self.url}/ready", timeout=10.0).status_code == 200
+        except httpx.ConnectError:
+            # It has ended, of which its log tells more.
+            return False
 
     def stop(self, by: int = signal.SIGTERM, seconds: float = 60.0) -> int:
         """Signal it, and give back its exit code."""
@@ -121,9 +141,11 @@ class RunningServer:
 ServerStarter = Callable[..., RunningServer]
 
 
-def _starter(
+def starter(
     model_folder: Path, adapter_folders: Mapping[str, Path], made: list[RunningServer]
 ) -> ServerStarter:
+    """What starts servers, and adds them to `made`; see `end`."""
+
     def start(
         *flags: str, adapters: bool = True, ready: bool = True, env: Mapping[str, str] | None = None
     ) -> RunningServer:
@@ -139,7 +161,7 @@ def _starter(
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(env or {})},
         )
-        server = RunningServer(process, model_folder.name, loaded)
+        server = RunningServer("", model_folder.name, process, loaded)
         made.append(server)
         assert process.stderr is not None
         reader = threading.Thread(target=server.lines.extend, args=(process.stderr,), daemon=True)
@@ -155,7 +177,8 @@ def _starter(
     return start
 
 
-def _end(made: list[RunningServer]) -> None:
+def end(made: list[RunningServer]) -> None:
+    """End them, whatever they do."""
     for server in made:
         if server.process.poll() is None:
             server.process.kill()
@@ -168,8 +191,8 @@ def _end(made: list[RunningServer]) -> None:
 def start_server(model_folder: Path, adapter_folders: dict[str, Path]) -> Iterator[ServerStarter]:
     """Start servers of one's own: `start_server("--max-num-seqs", "2", env={...})`."""
     made: list[RunningServer] = []
-    yield _starter(model_folder, adapter_folders, made)
-    _end(made)
+    yield starter(model_folder, adapter_folders, made)
+    end(made)
 
 
 @pytest.fixture(scope="session")
@@ -177,6 +200,6 @@ def server(model_folder: Path, adapter_folders: dict[str, Path]) -> Iterator[Run
     """One server that tests share: adapters may be loaded and unloaded at run time, no keys."""
     made: list[RunningServer] = []
     root = next(iter(adapter_folders.values())).parent
-    start = _starter(model_folder, adapter_folders, made)
+    start = starter(model_folder, adapter_folders, made)
     yield start("--allow-runtime-lora-updating", "--allowed-roots", str(root))
-    _end(made)
+    end(made)

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 
 import branchline
 from branchline.core.errors import ConfigError
+from branchline.serving.http import route_checks
 from branchline.serving.http.app import create_app
 from branchline.serving.http.start import LoadedModel, base_names, make_state
 from branchline.serving.http.state import ServerState
@@ -213,16 +214,14 @@ def test_of_two_loads_of_one_name_one_wins(client, root):
 
 
 def test_a_load_checks_the_routes_of_what_it_loaded(client, root, state, monkeypatch):
-    from branchline.serving.http import admin
-
     reports = []
-    real = admin.check_numerics
+    real = route_checks.check_numerics
 
     def watched(served, **settings):
         reports.append(real(served, **settings))
         return reports[-1]
 
-    monkeypatch.setattr(admin, "check_numerics", watched)
+    monkeypatch.setattr(route_checks, "check_numerics", watched)
     load(client, "mine", root / "all")
     (report,) = reports
     assert "mine" in report.adapters

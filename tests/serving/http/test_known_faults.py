@@ -12,9 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 import branchline
+from branchline.serving.http.state import ServerState
 from tests.helpers import edit_adapter, edit_tensors
 from tests.models import save_adapter
-from tests.serving.http.conftest import RunningServer, ServerStarter
+from tests.serving.http.conftest import Address
+from tests.serving.http.inside import client_of, listening, serving
 
 PROMPT = "The quick brown fox jumps over the lazy dog, and then it"
 
@@ -46,18 +48,16 @@ def make(root: Path, plain, request):
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def load(server: RunningServer, name: str, folder: Path, **more) -> httpx.Response:
+def load(server: Address, name: str, folder: Path, **more) -> httpx.Response:
     body = {"lora_name": name, "lora_path": str(folder), **more}
     return httpx.post(f"{server.url}/v1/load_lora_adapter", json=body, timeout=60)
 
 
-def unload(server: RunningServer, name: str) -> httpx.Response:
+def unload(server: Address, name: str) -> httpx.Response:
     return httpx.post(f"{server.url}/v1/unload_lora_adapter", json={"lora_name": name}, timeout=60)
 
 
-def ask(
-    server: RunningServer, model: str, prompt: str = PROMPT, tokens: int = 16
-) -> httpx.Response:
+def ask(server: Address, model: str, prompt: str = PROMPT, tokens: int = 16) -> httpx.Response:
     body = {
         "model": model,
         "prompt": prompt,
@@ -69,19 +69,19 @@ def ask(
     return httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
 
 
-def answer(server: RunningServer, model: str, prompt: str = PROMPT) -> tuple:
+def answer(server: Address, model: str, prompt: str = PROMPT) -> tuple:
     response = ask(server, model, prompt)
     assert response.status_code == 200, response.text
     (choice,) = response.json()["choices"]
     return choice["text"], tuple(choice["logprobs"]["token_logprobs"])
 
 
-def listed(server: RunningServer) -> dict[str, dict]:
+def listed(server: Address) -> dict[str, dict]:
     found = httpx.get(f"{server.url}/v1/adapters", timeout=60).json()
     return {entry["name"]: entry for entry in found["data"]}
 
 
-def memory(server: RunningServer) -> dict[str, float]:
+def memory(server: Address) -> dict[str, float]:
     """Slots that are taken and bytes in host memory, as the metrics tell them."""
     lines = httpx.get(f"{server.url}/metrics", timeout=60).text.splitlines()
     wanted = ("branchline_adapter_slots_taken", "branchline_adapter_host_bytes")
@@ -101,21 +101,20 @@ def test_unloading_frees_slot_and_memory(server, make):
     assert ask(server, "freed").status_code == 404
 
 
-def test_evicted_adapter_whose_folder_is_gone_fails_alone(start_server: ServerStarter, root, make):
-    server = start_server(
-        "--allow-runtime-lora-updating", "--allowed-roots", str(root),
-        "--max-loras", "1", "--max-cpu-loras", "1",
-    )  # fmt: skip
+def test_evicted_adapter_whose_folder_is_gone_fails_alone(model_folder, adapter_folders, make):
     folder = make("vanishing")
-    assert load(server, "vanishing", folder).status_code == 200
-    wanted = answer(server, "attn")
-    shutil.rmtree(folder)
-    # Host memory keeps one: this one was evicted, and cannot come back.
-    broken = ask(server, "vanishing")
-    assert broken.status_code == 503
-    assert "vanishing" in broken.json()["error"]["message"]
-    assert answer(server, "attn") == wanted
-    assert httpx.get(f"{server.url}/health").status_code == 200
+    few = {"max_loras": 1, "max_cpu_loras": 1}
+    adapters = {"attn": adapter_folders["attn"], "vanishing": folder}
+    with serving(model_folder, adapters, **few) as state, listening(state) as server:
+        answer(server, "vanishing")
+        wanted = answer(server, "attn")
+        shutil.rmtree(folder)
+        # Host memory keeps one: this one was evicted, and cannot come back.
+        broken = ask(server, "vanishing")
+        assert broken.status_code == 503
+        assert "vanishing" in broken.json()["error"]["message"]
+        assert answer(server, "attn") == wanted
+        assert httpx.get(f"{server.url}/health").status_code == 200
 
 
 def test_folder_may_vanish_after_loading(server, make):
@@ -205,18 +204,23 @@ def test_overflowing_adapter_changes_nobody_elses_answer(server, make):
         answer(server, "attn", f"{turn} {PROMPT}")
 
 
-def test_time_does_not_follow_the_configured_rank(start_server: ServerStarter):
-    small = start_server("--max-lora-rank", "16")
-    large = start_server("--max-lora-rank", "256")
+def test_time_does_not_follow_the_configured_rank(model_folder, adapter_folders):
+    adapters = {"all": adapter_folders["all"]}
 
-    def seconds(server: RunningServer) -> float:
-        begun = time.perf_counter()
-        assert ask(server, "all", tokens=64).status_code == 200
-        return time.perf_counter() - begun
+    def seconds(state: ServerState) -> float:
+        with client_of(state) as client:
+            body = {"model": "all", "prompt": PROMPT, "max_tokens": 64, "ignore_eos": True}
+            begun = time.perf_counter()
+            assert client.post("/v1/completions", json=body).status_code == 200
+            return time.perf_counter() - begun
 
-    for server in (small, large):
-        seconds(server)
-    pairs = [(seconds(small), seconds(large)) for _ in range(5)]
+    with (
+        serving(model_folder, adapters, max_lora_rank=16) as small,
+        serving(model_folder, adapters, max_lora_rank=256) as large,
+    ):
+        for state in (small, large):
+            seconds(state)
+        pairs = [(seconds(small), seconds(large)) for _ in range(4)]
     # Work for the whole width would take sixteen times as long; noise does not.
     assert min(b for _, b in pairs) < 3 * min(a for a, _ in pairs)
 

@@ -23,10 +23,12 @@ from branchline.core.route import Route
 from branchline.policies.plan import OutOfService
 from branchline.serving.engine.requests import EngineStats, FinishReason
 from branchline.serving.http import admin, metrics, page
+from branchline.serving.http.audits import KeptAudits
 from branchline.serving.http.errors import install_error_handlers
 from branchline.serving.http.metrics import Metrics
 from branchline.serving.http.page_numbers import Throughput, duration, readable_bytes
 from branchline.serving.http.page_view import PageSource, shares
+from branchline.serving.http.route_checks import RouteChecks
 from branchline.serving.http.start import guarded
 from branchline.serving.self_check import check_numerics
 from branchline.serving.serve_config import ServeConfig
@@ -89,6 +91,8 @@ def state_for(served, root: Path, **settings: Any) -> Any:
         started_at=time.monotonic() - 60,
         stopping=False,
         readiness=None,
+        checks=RouteChecks(served, _threads.submit),
+        audits=KeptAudits(served),
         load_threads=_threads,
         look_threads=_threads,
     )

@@ -19,11 +19,11 @@ from branchline.serving.engine.requests import FinishReason, Token, Update
 from branchline.serving.http.admission import Admission
 from branchline.serving.http.answer import Answer, Shape
 from branchline.serving.http.bridge import Bridge
+from branchline.serving.http.chat_templates import ChatTemplates
 from branchline.serving.http.detokenize import Detokenizer
 from branchline.serving.http.errors import ApiError, api_error_of, told
 from branchline.serving.http.protocol import ChatBody, CompletionBody, Message
 from branchline.serving.http.stop_strings import StopStrings
-from branchline.serving.http.templates import ChatTemplates
 from branchline.serving.http.tokenization import Tokenization
 from tests.helpers import make_tokenizer
 from tests.serving.http.conftest import CHAT_TEMPLATE

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from tests.serving.http.conftest import RunningServer, ServerStarter
+from tests.serving.http.conftest import RunningServer
 
 JSON = {"content-type": "application/json"}
 
@@ -69,7 +69,7 @@ def test_client_that_disconnects_ends_its_work(server):
         with socket.create_connection((address.hostname, address.port)) as connection:
             connection.sendall(request)
             assert connection.recv(2000)
-    server.wait_for(lambda: is_idle(server), "work of clients that left goes on", 20)
+    server.wait_for(lambda: is_idle(server), "work of clients that left goes on")
     assert completion(server).status_code == 200
 
 
@@ -81,9 +81,9 @@ def test_client_that_does_not_read_does_not_hold_up_others(server):
     begun = time.monotonic()
     for _ in range(5):
         assert completion(server).status_code == 200
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - begun < 60
     connection.close()
-    server.wait_for(lambda: is_idle(server), "the slow client's work goes on", 30)
+    server.wait_for(lambda: is_idle(server), "the slow client's work goes on")
 
 
 async def _flood(server: RunningServer, requests: int, connections: int = 32) -> set[bytes]:
@@ -110,14 +110,13 @@ async def _flood(server: RunningServer, requests: int, connections: int = 32) ->
     return statuses
 
 
-def test_ten_thousand_small_requests_and_memory_is_back_to_level(start_server: ServerStarter):
-    server = start_server("--max-queue", "400")
-    assert asyncio.run(_flood(server, 3000)) == {b"HTTP/1.1 200 OK"}
+def test_thousands_of_small_requests_and_memory_is_back_to_level(server):
+    assert asyncio.run(_flood(server, 1000)) == {b"HTTP/1.1 200 OK"}
     before = resident_bytes(server)
-    assert asyncio.run(_flood(server, 7000)) == {b"HTTP/1.1 200 OK"}
-    assert is_idle(server)
-    # What seven thousand requests leave behind would be seen.
-    assert resident_bytes(server) - before < 64 * 2**20
+    assert asyncio.run(_flood(server, 2000)) == {b"HTTP/1.1 200 OK"}
+    server.wait_for(lambda: is_idle(server), "work of answered requests goes on")
+    # Ten kilobytes that a request leaves behind would be seen.
+    assert resident_bytes(server) - before < 20 * 2**20
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from branchline.core.errors import NonFiniteError
 from branchline.serving.http.errors import ApiError
 from branchline.serving.http.sse import EventStream, while_connected
 from tests.helpers import edit_tensors
-from tests.serving.http.inside import client_of, serving
+from tests.serving.http.inside import client_of, listening, serving
 
 LONG = {"prompt": "the quick", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
 
@@ -222,7 +222,7 @@ def test_a_running_answer_keeps_its_adapter(model_folder, adapter_folders):
         assert client.post("/v1/completions", json=body).status_code == 404
 
 
-# --- a real process ------------------------------------------------------------------------------
+# --- over real connections -----------------------------------------------------------------------
 
 
 def metric(server, name: str) -> float:
@@ -245,28 +245,27 @@ def test_a_client_that_hangs_up_frees_its_place(server, stream):
         if stream:
             assert b"200 OK" in connection.recv(100)
         else:
-            server.wait_for(lambda: metric(server, "vllm:num_requests_running") == 2, "not running")
+            server.wait_for(lambda: metric(server, "vllm:num_requests_running") >= 2, "not running")
     server.wait_for(lambda: metric(server, cancelled) == before + 2, "was not cancelled")
     server.wait_for(lambda: metric(server, "vllm:num_requests_running") == 0, "still runs")
 
 
-def test_a_key_has_its_share(start_server):
-    env = {"BRANCHLINE_API_KEY": '["k1", "k2"]'}
-    server = start_server("--max-concurrency-per-key", "1", env=env, adapters=False)
+def test_a_key_has_its_share(model_folder):
+    keys = {"api_key": ("k1", "k2"), "max_concurrency_per_key": 1}
     first, other = ({"Authorization": f"Bearer {key}"} for key in ("k1", "k2"))
-    url = f"{server.url}/v1/completions"
-    body = {**LONG, "stream": True}
-    with httpx.stream("POST", url, json=body, headers=first, timeout=60) as running:
-        # Kept: a forgotten iterator closes its stream.
-        pieces = running.iter_text()
-        next(pieces)
-        refused = httpx.post(url, json={**LONG, "max_tokens": 1}, headers=first, timeout=60)
-        assert refused.status_code == 429
-        assert refused.headers["Retry-After"] == "1"
-        assert httpx.post(url, json={**LONG, "max_tokens": 1}, headers=other, timeout=60).is_success
-    server.wait_for(
-        lambda: (
-            httpx.post(url, json={**LONG, "max_tokens": 1}, headers=first, timeout=60).is_success
-        ),
-        "still refused",
-    )
+    one = {**LONG, "max_tokens": 1}
+    with serving(model_folder, {}, **keys) as state, listening(state) as server:
+        url = f"{server.url}/v1/completions"
+        body = {**LONG, "stream": True}
+        with httpx.stream("POST", url, json=body, headers=first, timeout=60) as running:
+            # Kept: a forgotten iterator closes its stream.
+            pieces = running.iter_text()
+            next(pieces)
+            refused = httpx.post(url, json=one, headers=first, timeout=60)
+            assert refused.status_code == 429
+            assert refused.headers["Retry-After"] == "1"
+            assert httpx.post(url, json=one, headers=other, timeout=60).is_success
+        server.wait_for(
+            lambda: httpx.post(url, json=one, headers=first, timeout=60).is_success,
+            "still refused",
+        )

@@ -35,14 +35,14 @@ def library(model_folder: Path, adapter_folders) -> branchline.ServedModel:
     return served
 
 
-def assert_greedy(served, name: str | None, text: str, ids: list[int]) -> None:
-    """Every token is the library's likeliest, or has a logit within the tolerance of it."""
-    prompt = served.tokenizer(text)["input_ids"]
+def is_greedy(served, name: str | None, answer: dict) -> bool:
+    """Whether every token is the library's likeliest, or has a logit within the tolerance of it."""
+    prompt, ids = served.tokenizer(answer["asked"])["input_ids"], answer["ids"]
     logits = served(torch.tensor([prompt + ids]), adapter_names=[name], use_cache=False).logits
     logits = logits[0, len(prompt) - 1 : -1].float()
     chosen = logits.gather(-1, torch.tensor(ids)[:, None])[:, 0]
     # See tests/serving/engine/test_answers.py.
-    assert (logits.amax(-1) - chosen).max() <= 0.08 * logits.abs().max(), (name, text)
+    return bool((logits.amax(-1) - chosen).max() <= 0.08 * logits.abs().max())
 
 
 async def stream(client: httpx.AsyncClient, model: str, text: str) -> dict:
@@ -56,7 +56,7 @@ async def stream(client: httpx.AsyncClient, model: str, text: str) -> dict:
         "stream": True,
         "return_token_ids": True,
     }
-    found = {"status": 0, "ids": [], "text": "", "finish": None, "error": None}
+    found = {"asked": text, "status": 0, "ids": [], "finish": None, "error": None}
     async with client.stream("POST", "/v1/completions", json=body) as response:
         found["status"] = response.status_code
         if response.status_code != 200:
@@ -71,7 +71,6 @@ async def stream(client: httpx.AsyncClient, model: str, text: str) -> dict:
                 continue
             choice = event["choices"][0]
             found["ids"] += choice.get("token_ids") or []
-            found["text"] += choice["text"]
             found["finish"] = choice["finish_reason"] or found["finish"]
     return found
 
@@ -92,14 +91,14 @@ def test_mixed_load_answers_as_the_library_does_alone(server, library):
             )
 
     answers = asyncio.run(run())
-    for i, (answer, text) in enumerate(zip(answers, texts(), strict=True)):
+    for i, answer in enumerate(answers):
         assert (answer["status"], answer["finish"], answer["error"]) == (200, "length", None)
         assert len(answer["ids"]) == TOKENS
-        assert_greedy(library, NAMES[i % 4], text, answer["ids"])
+        assert is_greedy(library, NAMES[i % 4], answer), (NAMES[i % 4], answer)
 
 
 def test_load_swap_and_unload_under_64_streams(
-    start_server: ServerStarter, adapter_folders, model_folder, library, tmp_path
+    start_server: ServerStarter, adapter_folders, model_folder, library
 ):
     root = next(iter(adapter_folders.values())).parent
     newer = root / "newer"
@@ -121,11 +120,10 @@ def test_load_swap_and_unload_under_64_streams(
                 turn = 0
                 while not stop.is_set():
                     name = ["attn", "mlp", "all", server.model][(worker + turn) % 4]
-                    text = texts()[worker]
                     asked_at = time.monotonic()
-                    answer = await stream(client, name, text)
+                    answer = await stream(client, name, texts()[worker])
                     told = {"asked_at": asked_at, "told_at": time.monotonic()}
-                    answers.append({**answer, **told, "name": name, "text": text})
+                    answers.append({**answer, **told, "name": name})
                     turn += 1
 
             workers = [asyncio.create_task(ask(i)) for i in range(STREAMS)]
@@ -147,6 +145,7 @@ def test_load_swap_and_unload_under_64_streams(
 
     asyncio.run(run())
     assert len(answers) >= STREAMS
+    of_swapped = {}
     for answer in answers:
         if answer["name"] == "mlp" and answer["asked_at"] > unloaded[0]:
             assert answer["status"] == 404, answer
@@ -156,32 +155,8 @@ def test_load_swap_and_unload_under_64_streams(
         assert (answer["status"], answer["error"]) == (200, None), answer
         if answer["name"] != "attn":
             continue
+        of_swapped[answer["asked"], tuple(answer["ids"])] = answer
+    assert of_swapped
+    for answer in of_swapped.values():
         # Wholly from one version: its tokens are greedy under the old or under the new one.
-        fits = []
-        for version in ("attn", "newer"):
-            try:
-                assert_greedy(library, version, answer["text"], answer["ids"])
-            except AssertionError:
-                continue
-            fits.append(version)
-        assert fits, answer
-
-
-def test_sigterm_under_load_finishes_what_runs(start_server: ServerStarter):
-    server = start_server("--shutdown-timeout", "30")
-
-    async def run() -> list:
-        async with client_of(server) as client:
-            tasks = [
-                asyncio.create_task(stream(client, NAMES[i % 4] or server.model, text))
-                for i, text in enumerate(texts()[:16])
-            ]
-            await asyncio.sleep(0.5)
-            server.process.terminate()
-            return await asyncio.gather(*tasks, return_exceptions=True)
-
-    answers = asyncio.run(run())
-    assert server.process.wait(60) == 0
-    finished = [a for a in answers if isinstance(a, dict) and a["status"] == 200]
-    assert finished
-    assert all(a["finish"] == "length" and len(a["ids"]) == TOKENS for a in finished)
+        assert any(is_greedy(library, version, answer) for version in ("attn", "newer")), answer
