@@ -134,7 +134,7 @@ class ExpertNames:
     def check_parameters(self, base: BaseFacts) -> tuple[list[Finding], list[str]]:
         """Findings and notes about entries of `target_parameters` that name no projection."""
         left = self._ends.unmatched(self.alias(target) for target in self._targets)
-        unmatched = [entry for entry in self.parameters if entry in left]
+        unmatched = [e for e in self.parameters if e in left or e in _ANY_MODULE]
         owners = DottedEnds(entry.rpartition(".")[0] for entry in unmatched if "." in entry)
         held = [name for name in base.modules if owners.matches(self._rule.to_adapter(name))]
         own = {

@@ -20,7 +20,7 @@ import torch
 
 from .errors import ConfigError
 
-ABI_VERSION = 13
+ABI_VERSION = 14
 ISA_VARIABLE = "BRANCHLINE_NATIVE_ISA"
 _ISAS = ("scalar", "avx2", "avx512")
 

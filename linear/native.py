@@ -57,7 +57,7 @@ def activation(
     """
     gate = inputs[0]
     source = ActivationSource(gate=gate.data_ptr(), gate_stride=rows_of(gate).stride)
-    source.up_limit, source.up_offset = math.inf, -0.0
+    source.up_limit = math.inf
     codes = _code_table(semantics, outputs)
     if codes is None and _is_computed(semantics):
         source.kind = ActivationKind[semantics.activation.upper()]

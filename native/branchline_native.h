@@ -11,7 +11,7 @@
 
 #include <stdint.h>
 
-#define BL_ABI_VERSION 13
+#define BL_ABI_VERSION 14
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define BL_X86 1
@@ -39,7 +39,7 @@ struct bl_activation_source {
      * NULL: computed from `table`. */
     const uint8_t *code_table;
     double up_limit;  /* for BL_TABLE: a bfloat16 value; inf for none */
-    double up_offset; /* for BL_TABLE, in float32; -0.0, which changes no value, for none */
+    double up_offset; /* for BL_TABLE, in float32; 0 for none */
 };
 
 /* The norm of x, or of round(x + residual), which then is written to `new_residual`. */

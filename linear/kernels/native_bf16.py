@@ -139,9 +139,10 @@ class NativeBf16Linear(LinearKernel):
         return self.module.bias
 
     def apply(self, x: torch.Tensor | QuantizedActivation, consumer: str) -> torch.Tensor:
-        # What is refused is looked at closely; this is asked for every linear of every forward.
-        fits = isinstance(x, torch.Tensor) and x.dtype == torch.bfloat16
-        if not fits or x.shape[-1] != self.in_features:
+        # This is asked for every linear of every forward: what does not fit is looked at then.
+        if not isinstance(x, torch.Tensor) or x.dtype != torch.bfloat16:
+            self._refuse(x, consumer)
+        if x.shape[-1:] != (self.in_features,):
             self._refuse(x, consumer)
         (out,) = multiply(PackedInput(x, None), [self._packed], torch.bfloat16)
         return out if x.dim() == 2 else out.view(*x.shape[:-1], self.out_features)

@@ -35,7 +35,7 @@ class Packed:
     @cached_property
     def _constants(self) -> tuple[int, ...]:
         """The fields of all calls that lie between those of the input and those of the output."""
-        names = [name for name, _ in Matmul._fields_]
+        names = [field[0] for field in Matmul._fields_]
         constant = names[names.index("x_group") : names.index("out")]
         return tuple(getattr(self._template, name) or 0 for name in constant)
 

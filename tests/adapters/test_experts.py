@@ -322,9 +322,9 @@ def test_stacked_halves_of_which_experts_share_some(shared, facts, tmp_path):
         ({"lora_dropout": 0.1}, AdapterUnsupportedError, "together with lora_dropout"),
         ({"fan_in_fan_out": True}, AdapterUnsupportedError, "together with fan_in_fan_out"),
         (
-            {"target_parameters": [*BOTH, "mlp.gate.weight"]},
+            {"target_parameters": [*BOTH, "q_proj.weight"]},
             AdapterUnsupportedError,
-            r"target_parameters names 'mlp\.gate\.weight'.*projections of experts alone",
+            r"target_parameters names 'q_proj\.weight'.*projections of experts",
         ),
         ({"target_parameters": [*BOTH, "weight"]}, AdapterUnsupportedError, "names 'weight'"),
         ({"target_parameters": ["down_proj"]}, AdapterMismatchError, "base_layer.lora_A"),
