@@ -183,9 +183,9 @@ def test_a_flag_that_nobody_has_is_refused_as_ever(branchline, started, model_fo
 
 
 def test_no_flag_of_our_own_is_called_vllm_s():
-    command = typer.main.get_command(app)
-    assert hasattr(command, "commands")
-    own = {name for p in command.commands["serve"].params for name in (*p.opts, *p.secondary_opts)}
+    group: Any = typer.main.get_command(app)
+    command = group.get_command(None, "serve")
+    own = {name for p in command.params for name in (*p.opts, *p.secondary_opts)}
     assert not own & _FLAGS_OF_VLLM.keys()
     # What they say to use there is.
     for flag, reason in _FLAGS_OF_VLLM.items():

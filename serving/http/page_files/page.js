@@ -130,7 +130,10 @@
   for (const dialog of document.querySelectorAll("dialog")) {
     dialog.querySelector("[data-close]").addEventListener("click", () => dialog.close());
     dialog.addEventListener("close", () => {
-      if (dialog.returnValue !== "yes") return;
+      const agreed = dialog.returnValue === "yes";
+      // The event of an earlier closing may come after the answer of a later one.
+      dialog.returnValue = "";
+      if (!agreed) return;
       const name = dialog.dataset.name;
       if (dialog.id === "unload") {
         change("/v1/unload_lora_adapter", { lora_name: name }, `${name} was unloaded.`);

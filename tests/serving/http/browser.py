@@ -67,7 +67,8 @@ class Page:
         if event.get("method") == "Network.requestWillBeSent":
             self.requests.append(parameters["request"]["url"])
         elif event.get("method") == "Log.entryAdded":
-            self.problems.append(parameters["entry"]["text"])
+            entry = parameters["entry"]
+            self.problems.append(f"{entry['text']} {entry.get('url', '')}".strip())
         elif event.get("method") == "Runtime.exceptionThrown":
             self.problems.append(json.dumps(parameters["exceptionDetails"]))
 
