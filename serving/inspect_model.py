@@ -92,13 +92,13 @@ def _experts(model: PreTrainedModel) -> Iterator[LinearSummary]:
     for name, found in served.items():
         left = proof.difference(name, found.module, found.form) or None
         for projection in (found.form.up_name, found.form.down_name):
-            experts, *shape = found.form.shape(projection)
-            full = f"{name}.{projection}"
-            yield LinearSummary(name=full, shape=tuple(shape), left=left, experts=experts)
+            experts, outputs, inputs = found.form.shape(projection)
+            full, shape = f"{name}.{projection}", (outputs, inputs)
+            yield LinearSummary(name=full, shape=shape, left=left, experts=experts)
     for name, reason in refused.items():
         module = model.get_submodule(name)
         for projection, weight in module.named_parameters(recurse=False):
             if weight.dim() == 3:
-                experts, *shape = weight.shape
-                full = f"{name}.{projection}"
-                yield LinearSummary(name=full, shape=tuple(shape), left=reason, experts=experts)
+                experts, rows, columns = weight.shape
+                full, shape = f"{name}.{projection}", (rows, columns)
+                yield LinearSummary(name=full, shape=shape, left=reason, experts=experts)
