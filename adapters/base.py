@@ -87,6 +87,7 @@ class TargetExperts:
         linears: what checkpoints that keep each expert apart call its linears ("w1", "w3"), in the
             order of their outputs; empty where there are no such checkpoints.
         earlier: what those checkpoints call the experts; empty for as the model does.
+        is_router: it is the weight of a router, as a parameter of one expert.
     """
 
     name: str
@@ -98,6 +99,7 @@ class TargetExperts:
     transposed: bool = False
     linears: tuple[str, ...] = ()
     earlier: str = ""
+    is_router: bool = False
 
     @property
     def module(self) -> str:

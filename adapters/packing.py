@@ -56,7 +56,10 @@ class Packing:
         if outside:
             reason = f"place {outside[0]} of logits lies outside of {total} tokens"
             raise BatchError(subject, reason, "count from 0 along the packed sequence")
-        return replace(packing, logits=None if places == tuple(range(total)) else places)
+        if len(places) == total and places != tuple(range(total)):
+            reason = f"logits names all {total} tokens in another order, or some of them twice"
+            raise BatchError(subject, reason, "name them in the order of the packed sequence")
+        return replace(packing, logits=None if len(places) == total else places)
 
 
 @dataclass(frozen=True, eq=False)

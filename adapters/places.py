@@ -55,6 +55,7 @@ def make_branch(
         return ExpertsBranch(place.name, slots, *sizes, dtype, device)
     if isinstance(place, RouterPlace):
         experts, inputs = place.weight.shape
-        return RouterBranch(place.name, slots, inputs, experts, dtype, device)
+        # A last bit of a score can choose another expert, and scores are few.
+        return RouterBranch(place.name, slots, inputs, experts, torch.float32, device)
     assert isinstance(place, RoutedLinear)
     return LayerBranch(place.name, slots, place.in_features, place.out_features, dtype, device)

@@ -16,6 +16,7 @@ from ..linear.batch import BarePlan, Batch, BatchScope
 from ..linear.branching import RowLayout
 from ..linear.experts.layer import ExpertsLinear
 from ..linear.hooks import hooks_suspended, unwatch_hooks
+from ..linear.probing import probing
 from ..linear.registry import LayerRegistry, SharedInput
 from ..linear.routed import RoutedLinear
 from ..linear.router import holds_router, products
@@ -243,23 +244,30 @@ class _Discoverer:
 
     def discovery(self) -> Discovery:
         unsited = tuple(Unsited(layer, reason) for layer, reason in self.reasons.items())
+        routers = self._routers()
+        # Its tensors would live as long as what installs and uninstalls.
+        del self.recording
         return Discovery(
-            tuple(self.sites),
-            unsited,
-            self._install,
-            self._uninstall,
-            self.layouts,
-            self._routers(),
+            tuple(self.sites), unsited, self._install, self._uninstall, self.layouts, routers
         )
 
     def _routers(self) -> frozenset[str]:
+        if not any(isinstance(module, RoutedExperts) for module in self.model.modules()):
+            return frozenset()
         held = {n: m for n, m in self.model.named_modules() if holds_router(m)}
-        calls = {name: self.recording.calls.get(name, []) for name in held}
-        return frozenset(
-            name
-            for name, module in held.items()
-            if len(calls[name]) == 1 and products(module, *calls[name][0]) == 1
-        )
+        return frozenset(name for name, module in held.items() if self._multiplies(name, module))
+
+    def _multiplies(self, name: str, module: nn.Module) -> bool:
+        """Whether a module multiplied with its weight once, in the one call that was recorded."""
+        calls = self.recording.calls.get(name, [])
+        if len(calls) != 1 or not calls[0][0] or not isinstance(calls[0][0][0], torch.Tensor):
+            return False
+        try:
+            with probing():
+                return products(module, *calls[0]) == 1
+        except PROBE_ERRORS:
+            # It cannot be called twice alike: whatever it is, it stays the model's own.
+            return False
 
     def _install(self) -> None:
         for module, forward in self.replacements:

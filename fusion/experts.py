@@ -144,7 +144,6 @@ class RoutedExperts(nn.Module):
         up: the first projection.
         down: the second one.
         original: the model's own module: the norm after the experts is its.
-        gate: what lies between.
         source: answers for the batch in flight.
         shard: which experts are here, where others are on other ranks; None where all are.
     """
@@ -279,8 +278,14 @@ class RoutedExperts(nn.Module):
         if shard is not None:
             index = shard.local(index)
         pairs = Pairs.of(index, self.form.experts, partial=shard is not None)
+        batch = self._source.current_batch()
+        branches = batch.plan.branched
         rows = PairRows.of(
-            self._source.current_batch(), pairs, flat.shape, f"experts '{self.name}'"
+            batch,
+            pairs,
+            flat.shape,
+            f"experts '{self.name}'",
+            branched=branches[self.up.index] or branches[self.down.index],
         )
         out = self.down(self._between(self.up(flat, rows), rows), rows)
         if self.form.post_norm:

@@ -35,8 +35,9 @@ _NO_ROUTERS = (nn.Linear, nn.Embedding, Conv1D)
 
 
 def holds_router(module: nn.Module) -> bool:
-    """Whether a module looks like a router: a matrix of its own, no children, and no linear."""
-    if isinstance(module, _NO_ROUTERS) or next(module.children(), None) is not None:
+    """Whether a module looks like a router: a matrix of its own alone, and no linear."""
+    children = (p for child in module.children() for p in child.parameters())
+    if isinstance(module, _NO_ROUTERS) or next(children, None) is not None:
         return False
     weight = module._parameters.get("weight")
     return weight is not None and weight.dim() == 2 and weight.dtype.is_floating_point

@@ -4,13 +4,13 @@
  * the number of threads.  Sums are float32, in an order that depends on the instruction set.
  */
 
-/* Queries that share a load of a key. */
-enum { QUERIES = 4 };
+/* Sums that are under way at a time: of queries that share a load, or of keys. */
+enum { ABREAST_SUMS = 4, VALUES_WIDE = LANES == 16 ? 4 : 2 };
 
-/* Up to LANES elements, zeros behind the last. */
-BL_INLINE vf load_some(int64_t dtype, const char *p, int64_t left)
+/* Up to LANES elements, zeros behind the last; all LANES if `whole`, a constant. */
+BL_INLINE vf load_some(bool whole, int64_t dtype, const char *p, int64_t left)
 {
-    if (left >= LANES)
+    if (whole || left >= LANES)
         return load_lora(dtype, p);
     float copy[LANES] = {0.0f};
     for (int64_t i = 0; i < left; i++)
@@ -46,7 +46,7 @@ struct attended {
     int64_t row, head, keys; /* the new one among `keys`, as the last */
     float *query;            /* (group, width in whole vectors) */
     float *scores;           /* (group, `stride`), `stride` whole vectors of keys */
-    float *sums;             /* value_width in whole vectors */
+    float *factors;          /* by query: what its scores' shares are multiplied with */
     int64_t group, stride;
 };
 
@@ -81,29 +81,50 @@ BL_INLINE void widen_queries(int64_t dtype, const struct attended *one)
             (const char *)spec->query + (one->row * spec->query_row + head * spec->query_head) * size;
         for (int64_t v = 0; v < vectors; v++)
             v_store(one->query + (i * vectors + v) * LANES,
-                    load_some(dtype, from + v * LANES * size, spec->width - v * LANES));
+                    load_some(false, dtype, from + v * LANES * size, spec->width - v * LANES));
     }
 }
 
-/* Scores of `queries` queries, a constant, from number `first` on. */
-BL_INLINE void score(int queries, int64_t dtype, const struct attended *one, int64_t first)
+/* Scores of `keys` keys from `at` on with `queries` queries from `first` on; `queries`, `keys` and
+ * `whole` are constants, one of the first two is 1. */
+BL_INLINE void score_tile(int queries, int keys, bool whole, int64_t dtype,
+                          const struct attended *one, int64_t first, int64_t at)
 {
     const struct bl_attention *spec = one->spec;
     int64_t size = lora_size(dtype), vectors = whole_vectors(spec->width);
     const float *query = one->query + first * vectors * LANES;
-    for (int64_t at = 0; at < one->keys; at++) {
-        const char *key = key_of(one, at, size);
-        vf sum[QUERIES];
-        for (int i = 0; i < queries; i++)
-            sum[i] = v_set(0.0f);
-        for (int64_t v = 0; v < vectors; v++) {
-            vf part = load_some(dtype, key + v * LANES * size, spec->width - v * LANES);
-            for (int i = 0; i < queries; i++)
-                sum[i] = v_mul_add(v_load(query + (i * vectors + v) * LANES), part, sum[i]);
+    const char *key[ABREAST_SUMS];
+    vf sum[ABREAST_SUMS];
+    for (int j = 0; j < keys; j++)
+        key[j] = key_of(one, at + j, size);
+    for (int i = 0; i < queries * keys; i++)
+        sum[i] = v_set(0.0f);
+    for (int64_t v = 0; v < vectors; v++)
+        for (int j = 0; j < keys; j++) {
+            vf part = load_some(whole, dtype, key[j] + v * LANES * size, spec->width - v * LANES);
+            for (int i = 0; i < queries; i++) {
+                vf factor = v_load(query + (i * vectors + v) * LANES);
+                sum[i * keys + j] = v_mul_add(factor, part, sum[i * keys + j]);
+            }
         }
-        for (int i = 0; i < queries; i++)
-            one->scores[(first + i) * one->stride + at] =
-                v_reduce_add(sum[i]) * (float)spec->scale;
+    for (int i = 0; i < queries; i++)
+        for (int j = 0; j < keys; j++)
+            one->scores[(first + i) * one->stride + at + j] =
+                v_reduce_add(sum[i * keys + j]) * (float)spec->scale;
+}
+
+BL_INLINE void score(bool whole, int64_t dtype, const struct attended *one)
+{
+    int64_t query = 0;
+    for (; query + ABREAST_SUMS <= one->group; query += ABREAST_SUMS)
+        for (int64_t at = 0; at < one->keys; at++)
+            score_tile(ABREAST_SUMS, 1, whole, dtype, one, query, at);
+    for (; query < one->group; query++) {
+        int64_t at = 0;
+        for (; at + ABREAST_SUMS <= one->keys; at += ABREAST_SUMS)
+            score_tile(1, ABREAST_SUMS, whole, dtype, one, query, at);
+        for (; at < one->keys; at++)
+            score_tile(1, 1, whole, dtype, one, query, at);
     }
 }
 
@@ -127,26 +148,56 @@ static float to_shares(const struct attended *one, float *scores)
     return 1.0f / v_reduce_add(sum);
 }
 
-BL_INLINE void add_values(int64_t dtype, const struct attended *one, int64_t query)
+/* `wide` vectors of the outputs of `queries` queries, from vector `v` and query `first` on; `queries`,
+ * `wide` and `whole` are constants. */
+BL_INLINE void value_tile(int queries, int wide, bool whole, int64_t dtype,
+                          const struct attended *one, int64_t first, int64_t v)
 {
     const struct bl_attention *spec = one->spec;
-    int64_t size = lora_size(dtype), vectors = whole_vectors(spec->value_width);
-    float *shares = one->scores + query * one->stride;
-    float factor = to_shares(one, shares);
-    memset(one->sums, 0, (size_t)(vectors * LANES) * sizeof *one->sums);
+    int64_t size = lora_size(dtype), from = v * LANES, left = spec->value_width - from;
+    const float *shares = one->scores + first * one->stride;
+    vf sum[ABREAST_SUMS * VALUES_WIDE];
+    for (int i = 0; i < queries * wide; i++)
+        sum[i] = v_set(0.0f);
     for (int64_t at = 0; at < one->keys; at++) {
-        const char *value = value_of(one, at, size);
-        vf share = v_set(shares[at]);
-        for (int64_t v = 0; v < vectors; v++) {
-            vf part = load_some(dtype, value + v * LANES * size, spec->value_width - v * LANES);
-            float *sum = one->sums + v * LANES;
-            v_store(sum, v_mul_add(share, part, v_load(sum)));
+        const char *value = value_of(one, at, size) + from * size;
+        vf part[VALUES_WIDE];
+        for (int j = 0; j < wide; j++)
+            part[j] = load_some(whole, dtype, value + j * LANES * size, left - j * LANES);
+        for (int i = 0; i < queries; i++) {
+            vf share = v_set(shares[i * one->stride + at]);
+            for (int j = 0; j < wide; j++)
+                sum[i * wide + j] = v_mul_add(share, part[j], sum[i * wide + j]);
         }
     }
-    int64_t head = one->head * one->group + query;
-    int64_t out = (one->row * spec->heads + head) * spec->value_width;
-    for (int64_t i = 0; i < spec->value_width; i++)
-        write_one(dtype, spec->out, out + i, one->sums[i] * factor);
+    for (int i = 0; i < queries; i++) {
+        int64_t head = one->head * one->group + first + i;
+        char *out = (char *)spec->out +
+                    ((one->row * spec->heads + head) * spec->value_width + from) * size;
+        for (int j = 0; j < wide; j++) {
+            vf result = v_mul(sum[i * wide + j], v_set(one->factors[first + i]));
+            if (whole) {
+                store_rounded(dtype, out + j * LANES * size, result);
+                continue;
+            }
+            float copy[LANES];
+            v_store(copy, result);
+            for (int64_t n = 0; n < left && n < LANES; n++)
+                write_one(dtype, out, n, copy[n]);
+        }
+    }
+}
+
+BL_INLINE void values_of_queries(int queries, int64_t dtype, const struct attended *one,
+                                 int64_t first)
+{
+    int64_t whole = one->spec->value_width / LANES, v = 0;
+    for (; v + VALUES_WIDE <= whole; v += VALUES_WIDE)
+        value_tile(queries, VALUES_WIDE, true, dtype, one, first, v);
+    for (; v < whole; v++)
+        value_tile(queries, 1, true, dtype, one, first, v);
+    if (v < whole_vectors(one->spec->value_width))
+        value_tile(queries, 1, false, dtype, one, first, v);
 }
 
 /* What others will read of this token, from the next step on. */
@@ -164,12 +215,16 @@ BL_INLINE void attend_typed(int64_t dtype, const struct attended *one)
 {
     int64_t query = 0;
     widen_queries(dtype, one);
-    for (; query + QUERIES <= one->group; query += QUERIES)
-        score(QUERIES, dtype, one, query);
+    if (one->spec->width % LANES)
+        score(false, dtype, one);
+    else
+        score(true, dtype, one);
     for (; query < one->group; query++)
-        score(1, dtype, one, query);
-    for (query = 0; query < one->group; query++)
-        add_values(dtype, one, query);
+        one->factors[query] = to_shares(one, one->scores + query * one->stride);
+    for (query = 0; query + ABREAST_SUMS <= one->group; query += ABREAST_SUMS)
+        values_of_queries(ABREAST_SUMS, dtype, one, query);
+    for (; query < one->group; query++)
+        values_of_queries(1, dtype, one, query);
     /* Last: in a window's ring it overwrites a key that was read. */
     keep_new(one, lora_size(dtype));
 }
@@ -181,7 +236,7 @@ static void attend_one(const struct bl_attention *spec, int64_t unit, int64_t lo
     struct attended one = {spec, row, unit % spec->kv_heads, spec->lengths[row] + 1, room, NULL,
                            NULL, group, stride};
     one.scores = one.query + group * whole_vectors(spec->width) * LANES;
-    one.sums = one.scores + group * stride;
+    one.factors = one.scores + group * stride;
     /* Whole vectors of its own keys alone: others' lengths may not show. */
     one.stride = whole_vectors(one.keys) * LANES;
     if (spec->dtype == BL_LORA_BF16)
@@ -201,8 +256,7 @@ static int attention(const struct bl_attention *spec, int threads)
         work += keys * spec->heads * (spec->width + spec->value_width);
     }
     int64_t group = spec->heads / spec->kv_heads;
-    int64_t floats = group * (whole_vectors(spec->width) + whole_vectors(longest)) * LANES +
-                     whole_vectors(spec->value_width) * LANES;
+    int64_t floats = group * ((whole_vectors(spec->width) + whole_vectors(longest)) * LANES + 1);
     size_t each = padded_size(floats * (int64_t)sizeof(float));
     int team = useful_threads(threads, work);
     char *rooms = malloc(each * (size_t)team);

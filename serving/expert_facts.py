@@ -108,7 +108,7 @@ def _routers(modules: Mapping[str, nn.Module]) -> dict[str, TargetExperts]:
             outputs, inputs = module.get_parameter("weight").shape
             # PEFT takes the sizes of a matrix in this order, whatever its version.
             found[f"{name}.weight"] = TargetExperts(
-                f"{name}.weight", 1, inputs, outputs, transposed=True
+                f"{name}.weight", 1, inputs, outputs, transposed=True, is_router=True
             )
     return found
 
@@ -116,7 +116,8 @@ def _routers(modules: Mapping[str, nn.Module]) -> dict[str, TargetExperts]:
 def _form(module: nn.Module) -> ExpertsForm | None:
     if isinstance(module, QuantizedExperts):
         return module.form
-    form = experts_form(module) if holds_experts(module) else None
+    # Whoever split them over ranks put a forward on them, which the wrap takes off.
+    form = experts_form(module, own_forward=False) if holds_experts(module) else None
     return form if isinstance(form, ExpertsForm) else None
 
 

@@ -178,8 +178,3 @@ class ModelExperts:
                     layer.kernel = quantized_experts(
                         layer, routed.form, scheme, ranges, platform, self._force
                     )
-
-
-def names_of_experts(model: nn.Module) -> Mapping[str, ExpertsForm]:
-    """The experts of a model that can be served, by name."""
-    return {name: found.form for name, found in find_experts(model)[0].items()}

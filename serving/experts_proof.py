@@ -67,11 +67,10 @@ class ExpertsProof:
             for tokens in (len(_SIZES), 1):
                 given = _probe(form, tokens)
                 try:
-                    wanted = type(double).forward(double, *given)
+                    near = _near(ours(*given), type(double).forward(double, *given))
                 except PROBE_ERRORS as error:
-                    what = f"{type(error).__name__}: {error}"
-                    return f"the forward of {cls} fails on probes ({what})"
-                if not _near(ours(*given), wanted):
+                    return f"{cls} fails on probes ({type(error).__name__}: {error})"
+                if not near:
                     return f"the forward of {cls} computes something else than its flags promise"
         return ""
 
@@ -92,7 +91,8 @@ class ExpertsProof:
         own["_modules"] = {name: _copied(child) for name, child in own["_modules"].items()}
         if _runs_transformers_own(module):
             # All that transformers comes with compute what the class's own forward defines.
-            own["config"] = copy.copy(own["config"])
+            # Deep: the setting reaches the configs inside of it.
+            own["config"] = copy.deepcopy(own["config"])
             own["config"]._experts_implementation = _EAGER
         return double
 

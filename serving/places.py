@@ -98,7 +98,7 @@ def find_places(
     for name in base.norms:
         take(name, norms.make)
     for target in base.experts.values():
-        if target.name not in registry.layers:
+        if target.is_router:
             take(target.module, router, target.name)
     return FoundPlaces(tuple(places), refusals)
 

@@ -41,8 +41,14 @@ def holds_experts(module: nn.Module) -> bool:
     return isinstance(down, torch.Tensor) and all(hasattr(module, flag) for flag in _FLAGS)
 
 
-def experts_form(module: nn.Module) -> ExpertsForm | str:
-    """How an experts module computes; a reason where that is not understood."""
+def experts_form(module: nn.Module, *, own_forward: bool = True) -> ExpertsForm | str:
+    """How an experts module computes; a reason where that is not understood.
+
+    Args:
+        module: any of which `holds_experts` is true.
+        own_forward: refuse one whose forward was put on the object; false where the caller knows
+            what it does.
+    """
     cls = type(module).__qualname__
     flags = {flag: bool(getattr(module, flag)) for flag in _FLAGS}
     gated, transposed = flags["has_gate"], flags["is_transposed"]
@@ -55,7 +61,7 @@ def experts_form(module: nn.Module) -> ExpertsForm | str:
         return f"{cls} holds {', '.join(sorted(own))}, expected {', '.join(sorted(wanted))}"
     if parametrize.is_parametrized(module):
         return f"{cls} computes its weights by a parametrization"
-    if "forward" in vars(module):
+    if own_forward and "forward" in vars(module):
         return f"the forward of this {cls} was patched onto the object"
     up: torch.Tensor = getattr(module, up_name)
     down: torch.Tensor = getattr(module, down_name)

@@ -13,7 +13,7 @@ from . import native
 _ROUTING = "the experts' routing"
 
 
-@dataclass(eq=False, slots=False)
+@dataclass(eq=False)
 class Pairs:
     """The (token, expert) pairs of one forward, sorted by expert.
 

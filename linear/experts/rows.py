@@ -24,7 +24,9 @@ class PairRows:
     pairs: Pairs
 
     @classmethod
-    def of(cls, batch: Batch, pairs: Pairs, shape: torch.Size, subject: str) -> PairRows:
+    def of(
+        cls, batch: Batch, pairs: Pairs, shape: torch.Size, subject: str, *, branched: bool
+    ) -> PairRows:
         """The rows of `batch` in experts that are fed `shape` (T, K).
 
         Args:
@@ -32,10 +34,13 @@ class PairRows:
             pairs: of the forward.
             shape: of what the experts were handed.
             subject: the experts, for messages.
+            branched: some adapter of the batch has a branch there; else nobody asks for slots.
 
         Raises:
             BatchError: they are not the batch's rows.
         """
+        if not branched:
+            return cls(batch, pairs)
         if batch.packed:
             batch = batch.fitting(shape)
         refuse_misfit(subject, RowLayout.FLAT, shape, batch)

@@ -12,9 +12,9 @@ import branchline
 from branchline.core.errors import ConfigError
 from branchline.core.route import Route
 from branchline.fusion.experts import RoutedExperts
+from branchline.linear.experts.find import find_experts
 from branchline.linear.experts.layer import ExpertsLinear
 from branchline.serving.engine.engine import Engine
-from branchline.serving.experts import names_of_experts
 from branchline.serving.inspect import inspect_source
 from branchline.serving.self_check import check_numerics
 from branchline.serving.serve_config import EngineConfig
@@ -242,7 +242,7 @@ def test_inspect_lists_experts(kind, tmp_path):
     report = inspect_source(str(tmp_path))
     assert report.problem is None
     experts = {entry.name: entry for entry in report.linears if entry.experts}
-    forms = names_of_experts(model)
+    forms = {name: found.form for name, found in find_experts(model)[0].items()}
     assert experts.keys() == {
         f"{name}.{projection}"
         for name, form in forms.items()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 from branchline.core.errors import WrapError
 from tests.models import token_ids
@@ -65,6 +67,30 @@ def test_quantised_experts_give_what_those_of_one_rank_give(folders, ranks: TwoR
     assert torch.equal(*both)
     # Sums of two float32 numbers, in whichever order, and one rounding.
     assert torch.equal(both[0], two_ranks.through_experts_of(alone, *given))
+
+
+def test_adapters_on_split_experts_and_on_routers(folders, ranks: TwoRanks, tmp_path: Path):
+    torch.manual_seed(3)
+    config = LoraConfig(
+        r=4,
+        lora_alpha=8,
+        target_parameters=["experts.gate_up_proj", "experts.down_proj", "mlp.gate.weight"],
+        init_lora_weights=False,
+    )
+    get_peft_model(MODELS["mixtral"](), config).save_pretrained(tmp_path)
+    split = replace(
+        setup(folders["mixtral"], "none", torch.float32),
+        settings={"quant": "none", "max_loras": 1},
+        adapters={"expert": tmp_path},
+    )
+    names = ["expert", None, "expert"]
+    alone = two_ranks.wrapped(split)
+    ranks.run(two_ranks.serve, split)
+    both = ranks.run(two_ranks.logits, IDS, names)
+    assert torch.equal(*both)
+    wanted = alone(IDS, adapter_names=names).logits
+    assert (alone(IDS).logits[0] - wanted[0]).abs().max() > 0.1
+    torch.testing.assert_close(both[0], wanted, **EXACT)
 
 
 def test_each_rank_has_half_of_the_experts(folders, ranks: TwoRanks):
