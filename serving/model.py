@@ -271,7 +271,8 @@ class ServedModel(PeftSurface, nn.Module):
             raise ConfigError(
                 f"linear {layer!r}",
                 "is a projection of experts, which keep the scheme that they were wrapped with",
-                "wrap the model again with another quant, or leave it out with ignore=",
+                "wrap the model again with another quant= (command line: --quant), or leave it out "
+                "with ignore= (command line: --ignore)",
             )
         wanted = Quant(quant)
         force, float_kernel = self.settings.linear_kernel, self.settings.float_kernel

@@ -57,6 +57,7 @@ _UNREAD = {
     "alora_invocation_tokens": "activated LoRA",
     "alpha_pattern": "a pattern of alphas",
     "lora_bias": "a bias on lora_B",
+    "target_parameters": "branches on parameters",
     "trainable_token_indices": "trained tokens",
     "use_bdlora": "block-diagonal LoRA",
     "use_dora": "DoRA",

@@ -201,7 +201,7 @@ def test_every_served_key_is_read_or_fixed(kind):
     read = tuner.config.model_fields.keys()
     assert tuner.keys.served - tuner.keys.optional_none <= read
     unread = {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
-    unread |= {"modules_to_save", "trainable_token_indices", "task_type"}
+    unread |= {"modules_to_save", "trainable_token_indices", "task_type", "peft_version"}
     assert read - unread <= tuner.keys.served
 
 

@@ -16,8 +16,9 @@ def test_mixed_batches_answer_as_each_request_alone(family, serve):
     # Few tokens a step: long prompts take several, beside others that decode.
     client = serve(served, max_num_batched_tokens=24)
     answers = [client.ask(p, name) for p, name in zip(prompts, NAMES, strict=True)]
+    ends = [answer.wait() for answer in answers]
+    assert [len(end.ids) for end in ends] == [12] * len(prompts)
     for p, name, answer in zip(prompts, NAMES, answers, strict=True):
-        assert len(answer.wait().ids) == 12
         assert is_answer(served, p, answer.ids, name)
 
 
@@ -50,8 +51,9 @@ def test_cache_that_holds_few_blocks_makes_requests_wait_and_begin_anew(served, 
     # Each takes 50 tokens, 4 blocks of 16; all at once would take 24.
     client = serve(served, num_gpu_blocks_override=9, enable_prefix_caching=False)
     answers = [client.ask(p, max_tokens=30) for p in prompts]
+    ends = [answer.wait() for answer in answers]
+    assert [len(end.ids) for end in ends] == [30] * len(prompts)
     for p, answer in zip(prompts, answers, strict=True):
-        assert len(answer.wait().ids) == 30
         assert is_answer(served, p, answer.ids)
     stats = client.engine.stats()
     assert stats.preemptions > 0
@@ -64,8 +66,9 @@ def test_more_adapters_than_slots_take_turns(llama, serve):
     prompts = [prompt(9, seed) for seed in range(len(names))]
     client = serve(served, max_loras=1, adapter_turn_steps=4)
     answers = [client.ask(p, name, max_tokens=20) for p, name in zip(prompts, names, strict=True)]
+    ends = [answer.wait() for answer in answers]
+    assert [len(end.ids) for end in ends] == [20] * len(prompts)
     for p, name, answer in zip(prompts, names, answers, strict=True):
-        assert len(answer.wait().ids) == 20
         assert is_answer(served, p, answer.ids, name)
 
 
@@ -74,8 +77,9 @@ def test_sliding_windows_shorter_than_prompts(make_family, serve):
     prompts = [prompt(n, n) for n in (7, 8, 9, 30)]
     client = serve(served, max_num_batched_tokens=11)
     answers = [client.ask(p, "all", max_tokens=24) for p in prompts]
+    ends = [answer.wait() for answer in answers]
+    assert [len(end.ids) for end in ends] == [24] * len(prompts)
     for p, answer in zip(prompts, answers, strict=True):
-        assert len(answer.wait().ids) == 24
         assert is_answer(served, p, answer.ids, "all")
 
 
