@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import typer
@@ -19,7 +19,7 @@ _BOUNDS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
 
 
 def with_settings(
-    model: type[_Model], panel: str = "Wrapping"
+    model: type[_Model], panel: str = "Wrapping", without: Collection[str] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command one flag for each field of `model`, in place of its parameter `settings`.
 
@@ -29,13 +29,18 @@ def with_settings(
     Args:
         model: name, type, default, description and bounds of its fields make the flags.
         panel: heading of these flags in the help.
+        without: fields that get none, because the command has a flag of its own.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         def checking(*, flags: dict[str, Any], **given: Any) -> None:
             command(**given, settings=_checked(model, flags))
 
-        flags = [_flag(name, field, panel) for name, field in model.model_fields.items()]
+        flags = [
+            _flag(name, field, panel)
+            for name, field in model.model_fields.items()
+            if name not in without
+        ]
         return _with_flags(command, checking, "settings", flags)
 
     return decorate

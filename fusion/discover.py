@@ -11,7 +11,6 @@ import torch
 from torch import fx, nn
 
 from ..core.oracle import ActivationSemantics, NormSemantics, Semantics
-from ..core.route import Route
 from ..linear.batch import BarePlan, Batch, BatchScope
 from ..linear.branching import RowLayout
 from ..linear.experts.layer import ExpertsLinear
@@ -173,9 +172,19 @@ class _Discoverer:
         for module in self.model.modules():
             if isinstance(module, RoutedExperts):
                 up, down = module.up, module.down
-                site = module.make_site(partial(self._add_experts_site, down, module.gate.modules))
+                site = module.make_site(
+                    partial(self._add_experts_site, down, module.gate.modules),
+                    self._experts_per_token(module.name),
+                )
                 self.between.append((module, site))
                 self.reasons[up.name] = f"its router reads the input of {module.name} raw as well"
+
+    def _experts_per_token(self, name: str) -> int:
+        """How many experts each token was given to in the recorded forward."""
+        calls = self.recording.calls.get(name, [])
+        given = [value for args, kwargs in calls for value in (*args, *kwargs.values())]
+        chosen = [v for v in given if isinstance(v, torch.Tensor) and not v.is_floating_point()]
+        return chosen[0].shape[-1] if chosen else 1
 
     def _add_experts_site(
         self, down: ExpertsLinear, modules: Mapping[str, nn.Module], facts: SiteFacts, raw: Any
@@ -338,8 +347,7 @@ class _TracedForward:
             change = self._change()
             if change:
                 for site in self._sites:
-                    site.counters.fall_back(change)
-                    site.counters.count(Route.UNFUSED)
+                    site.count_own_code(change)
                 return type(self._module).forward(self._module, x)
         return self._forward(x)
 
@@ -373,8 +381,7 @@ class _NormForward:
 
     def __call__(self, x: torch.Tensor) -> Any:
         if not torch.compiler.is_compiling() and not self._holds():
-            self._site.counters.fall_back("its settings were changed after wrapping")
-            self._site.counters.count(Route.UNFUSED)
+            self._site.count_own_code("its settings were changed after wrapping")
             return self._site.own_rows_of(type(self._module).forward(self._module, x), x)
         return self._site(x, *self.vectors())
 

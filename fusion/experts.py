@@ -228,9 +228,13 @@ class RoutedExperts(nn.Module):
         self._site = (site,)
 
     def make_site(
-        self, add: Callable[[SiteFacts, Callable[..., torch.Tensor] | None], ExpertsSite]
+        self,
+        add: Callable[[SiteFacts, Callable[..., torch.Tensor] | None], ExpertsSite],
+        per_token: int,
     ) -> ExpertsSite:
         """Identify the activation; `add` enters its site, which is not put in place yet.
+
+        `per_token` is how many experts a token is given to.
 
         The model's own code stays in place where what it computes is not known.
         """
@@ -246,6 +250,7 @@ class RoutedExperts(nn.Module):
             columns=down.in_features,
             dtype=down.dtype,
             consumers=(down.name,),
+            rows_per_token=per_token,
         )
         return add(facts, partial(compute_raw, semantics) if known else None)
 
@@ -302,8 +307,7 @@ class RoutedExperts(nn.Module):
         change = self.gate.change()
         if change:
             # The linears of a module are fed raw then, which is always right.
-            site.counters.fall_back(change)
-            site.counters.count(Route.UNFUSED)
+            site.count_own_code(change)
             return self.gate(out)
         inputs = out.chunk(2, -1) if self.form.gated else (out,)
         return site.between(rows, *inputs)

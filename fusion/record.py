@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from blake3 import blake3
 from torch import nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
@@ -48,17 +49,32 @@ class Reading:
 
 
 class _Recorder(TorchFunctionMode):
-    def __init__(self, names: Mapping[int, str]) -> None:
+    """Sees who reads what, as a mode; without entering it, and with `glimpse`, inputs alone."""
+
+    def __init__(
+        self,
+        names: Mapping[int, str],
+        glimpse: Callable[[torch.Tensor], Any] | None = None,
+    ) -> None:
         super().__init__()
         self.readings: dict[int, Reading] = {}
-        self.inputs: dict[str, torch.Tensor] = {}
+        self.inputs: dict[str, Any] = {}
+        self._inputs_alone = glimpse is not None
+        self._keep = glimpse or _copied
         self.calls: dict[str, list[tuple[tuple, dict]]] = {}
         self._names = names
         self._stack: list[nn.Module] = []
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        # First, so that the copy counts as one of the module's own ops.
         self._stack.append(module)
         name = self._names[id(module)]
+        given = self._input(module, args, kwargs)
+        if given is not None:
+            key = module.name if isinstance(module, RoutedLinear | RoutedExperts) else name
+            self.inputs[key] = self._keep(given)
+        if self._inputs_alone:
+            return
         self.calls.setdefault(name, []).append((args, kwargs))
         for value in _tensors((args, kwargs)):
             reading = self.readings.get(id(value))
@@ -68,19 +84,24 @@ class _Recorder(TorchFunctionMode):
             x = args[0] if args else kwargs["input"]
             reading = self.readings.setdefault(id(x), Reading(x, ""))
             reading.linears.append(module)
-            self.inputs[module.name] = x.detach().clone()
-        elif isinstance(module, RoutedExperts):
-            x = args[0] if args else kwargs["hidden_states"]
-            self.inputs[module.name] = x.detach().clone()
-        elif holds_router(module) and args and isinstance(args[0], torch.Tensor):
-            self.inputs[name] = args[0].detach().clone()
-        elif _is_leaf_with_weights(module):
-            given = (*args, *kwargs.values())
-            if len(given) == 1 and isinstance(given[0], torch.Tensor):
-                self.inputs[name] = given[0].detach().clone()
+
+    def _input(self, module: nn.Module, args: tuple, kwargs: dict) -> torch.Tensor | None:
+        """What a module is fed, if it is one whose input tells something."""
+        if isinstance(module, RoutedLinear):
+            return args[0] if args else kwargs["input"]
+        if isinstance(module, RoutedExperts):
+            return args[0] if args else kwargs["hidden_states"]
+        if holds_router(module) and args and isinstance(args[0], torch.Tensor):
+            return args[0]
+        given = (*args, *kwargs.values())
+        if _is_leaf_with_weights(module) and len(given) == 1 and isinstance(given[0], torch.Tensor):
+            return given[0]
+        return None
 
     def leave(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         self._stack.pop()
+        if self._inputs_alone:
+            return
         for value in _tensors(output):
             self.readings.setdefault(id(value), Reading(value, self._names[id(module)]))
 
@@ -104,6 +125,10 @@ class _Recorder(TorchFunctionMode):
     def _left(self, reading: Reading) -> bool:
         """Whether the tensor has left its maker: ops inside of it are how it was made."""
         return all(self._names[id(module)] != reading.origin for module in self._stack)
+
+
+def _copied(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().clone()
 
 
 def _is_leaf_with_weights(module: nn.Module) -> bool:
@@ -175,17 +200,7 @@ def record(model: nn.Module, inputs: Mapping[str, Any]) -> Recording:
         _hooks(model, recorder),
         recorder,
     ):
-        try:
-            output = model(**inputs)
-        except BranchlineError:
-            raise
-        except PROBE_ERRORS as error:
-            raise WrapError(
-                f"the recorded forward of {type(model).__qualname__}",
-                f"fails on {', '.join(inputs)}: {type(error).__name__}: {error}",
-                "pass branchline.wrap an example={name: tensor of two rows} that the model takes "
-                "(from Python only)",
-            ) from error
+        output = _run(model, inputs)
     for value in _tensors(dict(output) if isinstance(output, Mapping) else output):
         reading = recorder.readings.get(id(value))
         if reading is not None:
@@ -210,29 +225,92 @@ def row_layouts(
         inputs: tensors of two rows or more, batch first.
         first: the recording of these inputs.
     """
-    layouts = _layouts(model, inputs, first)
+    shape = _BatchShape.of(inputs)
+    layouts = _layouts(
+        {name: shape.glimpse(x) for name, x in first.inputs.items()}, _changed(model, inputs)
+    )
     if set(inputs) == {"input_ids"}:
         ids = inputs["input_ids"]
         wider = torch.cat([ids, ids.flip(0)], 1)
         other = {"input_ids": torch.cat([wider, wider[:1].flip(1)])[:, :-3]}
-        again = _layouts(model, other, record(model, other))
+        again = _layouts(_glimpses(model, other), _changed(model, other))
         for name, layout in layouts.items():
             if again.get(name) != layout:
                 layouts[name] = RowLayout.UNKNOWN
     return layouts
 
 
-def _layouts(
-    model: nn.Module, inputs: Mapping[str, torch.Tensor], first: Recording
-) -> dict[str, RowLayout]:
-    rows = next(iter(inputs.values())).shape[0]
-    value = next(iter(inputs.values()))
-    tokens = value.shape[1] if value.dim() > 1 else None
-    changed = {name: _change_last_row(value) for name, value in inputs.items()}
-    second = record(model, changed)
-    return {
-        name: _layout(x, second.inputs.get(name), rows, tokens) for name, x in first.inputs.items()
-    }
+def _run(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+    try:
+        return model(**inputs)
+    except BranchlineError:
+        raise
+    except PROBE_ERRORS as error:
+        raise WrapError(
+            f"the recorded forward of {type(model).__qualname__}",
+            f"fails on {', '.join(inputs)}: {type(error).__name__}: {error}",
+            "pass branchline.wrap an example={name: tensor of two rows} that the model takes "
+            "(from Python only)",
+        ) from error
+
+
+@dataclass(frozen=True)
+class _Glimpse:
+    """An input of a linear: enough to see which of its rows differ from another forward's.
+
+    Attributes:
+        shape: of the input.
+        layout: how it would keep the rows, going by its shape.
+        kept: digest of what belongs to all rows but the last.
+        last: digest of what belongs to the last.
+    """
+
+    shape: torch.Size
+    layout: RowLayout
+    kept: bytes
+    last: bytes
+
+
+@dataclass(frozen=True)
+class _BatchShape:
+    """How many rows a forward has, and of how many tokens; None where inputs have none."""
+
+    rows: int
+    tokens: int | None
+
+    @classmethod
+    def of(cls, inputs: Mapping[str, torch.Tensor]) -> _BatchShape:
+        value = next(iter(inputs.values()))
+        return cls(value.shape[0], value.shape[1] if value.dim() > 1 else None)
+
+    def glimpse(self, x: torch.Tensor) -> _Glimpse:
+        layout, kept = RowLayout.UNKNOWN, 0
+        if x.dim() >= 2 and x.shape[0] == self.rows:
+            layout, kept = RowLayout.ROWS, self.rows - 1
+        elif x.dim() == 2 and self.tokens is not None and x.shape[0] == self.rows * self.tokens:
+            layout, kept = RowLayout.FLAT, self.tokens * (self.rows - 1)
+        if layout == RowLayout.UNKNOWN:
+            return _Glimpse(x.shape, layout, b"", b"")
+        return _Glimpse(x.shape, layout, _digest(x[:kept]), _digest(x[kept:]))
+
+
+def _digest(x: torch.Tensor) -> bytes:
+    """Of the bytes: whole inputs of a large model would fill the memory."""
+    held = x.detach().cpu().contiguous().view(torch.uint8)
+    return blake3(held.numpy().data).digest()
+
+
+def _glimpses(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> dict[str, _Glimpse]:
+    """As `record`, of inputs alone."""
+    shape = _BatchShape.of(inputs)
+    recorder = _Recorder({id(m): name for name, m in model.named_modules()}, shape.glimpse)
+    with torch.no_grad(), probing(), hooks_suspended(model), _hooks(model, recorder):
+        _run(model, inputs)
+    return recorder.inputs
+
+
+def _changed(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> dict[str, _Glimpse]:
+    return _glimpses(model, {name: _change_last_row(value) for name, value in inputs.items()})
 
 
 def _change_last_row(value: torch.Tensor) -> torch.Tensor:
@@ -243,19 +321,15 @@ def _change_last_row(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def _layout(
-    x: torch.Tensor, other: torch.Tensor | None, rows: int, tokens: int | None
-) -> RowLayout:
+def _layouts(first: Mapping[str, _Glimpse], second: Mapping[str, _Glimpse]) -> dict[str, RowLayout]:
+    return {name: _layout(x, second.get(name)) for name, x in first.items()}
+
+
+def _layout(x: _Glimpse, other: _Glimpse | None) -> RowLayout:
     if other is None or x.shape != other.shape:
         return RowLayout.UNKNOWN
-    if x.dim() >= 2 and x.shape[0] == rows:
-        kept, layout = x.shape[0] - 1, RowLayout.ROWS
-    elif x.dim() == 2 and tokens is not None and x.shape[0] == rows * tokens:
-        kept, layout = tokens * (rows - 1), RowLayout.FLAT
-    else:
-        return RowLayout.UNKNOWN
-    same = torch.equal(x[:kept], other[:kept])
-    return layout if same and not torch.equal(x[kept:], other[kept:]) else RowLayout.UNKNOWN
+    apart = x.kept == other.kept and x.last != other.last
+    return x.layout if apart else RowLayout.UNKNOWN
 
 
 def masked_readers(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:

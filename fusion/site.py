@@ -45,6 +45,7 @@ class SiteFacts:
         dtype: dtype of its output.
         consumers: names of the routed linears that read its output.
         other_readers: whatever else was seen reading it ("Tensor.view in model.layers.0.mlp").
+        rows_per_token: rows that a token has there: of experts, one for each that it is given to.
     """
 
     name: str
@@ -55,6 +56,7 @@ class SiteFacts:
     dtype: torch.dtype
     consumers: tuple[str, ...]
     other_readers: tuple[str, ...] = ()
+    rows_per_token: int = 1
 
 
 class ProducerPlan(BatchPlan, Protocol):
@@ -72,12 +74,14 @@ class RouteCounters:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._routes: Counter[Route] = Counter()
+        self._planned: Counter[Route] = Counter()
         self._fallbacks: Counter[str] = Counter()
 
-    def count(self, route: Route) -> None:
-        """One call took `route`."""
+    def count(self, route: Route, planned: Route | None = None) -> None:
+        """One call took `route`; `planned` where its plan said another one."""
         with self._lock:
             self._routes[route] += 1
+            self._planned[planned or route] += 1
 
     def fall_back(self, reason: str) -> None:
         """One call used the eager definition because the planned producer refused the tensors."""
@@ -89,6 +93,11 @@ class RouteCounters:
         with self._lock:
             return dict(self._routes)
 
+    def planned(self) -> dict[Route, int]:
+        """Calls by the route that their plan said."""
+        with self._lock:
+            return dict(self._planned)
+
     def fallbacks(self) -> dict[str, int]:
         """Calls by reason for not using the planned producer."""
         with self._lock:
@@ -98,6 +107,7 @@ class RouteCounters:
         """Start from zero."""
         with self._lock:
             self._routes.clear()
+            self._planned.clear()
             self._fallbacks.clear()
 
 
@@ -197,6 +207,12 @@ class Site(nn.Module):
             self.counters.count(Route.UNFUSED)
             return self.own_rows(self.compute_raw(*inputs), inputs[0], batch)
         return self.produce(batch, inputs)
+
+    def count_own_code(self, reason: str) -> None:
+        """One call ran the model's own code, which computes the raw activation, and why."""
+        planned = Route(self._registry.current_batch().plan.routes[self.index])
+        self.counters.fall_back(reason)
+        self.counters.count(Route.UNFUSED, planned)
 
     def own_rows(self, raw: torch.Tensor, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """`raw`, made of `x`, with the rows of adapters that have weights of this norm."""

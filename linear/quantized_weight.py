@@ -128,6 +128,40 @@ class QuantizedWeight:
         codes, scale = _quantize(weight, scheme, given)
         return cls(codes, scale, scheme, weight.shape[1], given)
 
+    @classmethod
+    def unfilled(
+        cls,
+        scheme: WeightScheme,
+        out_features: int,
+        in_features: int,
+        scale_dtype: torch.dtype | None = None,
+    ) -> QuantizedWeight:
+        """A weight (N, K) on the meta device: shapes, dtypes and sizes, and no values.
+
+        Args:
+            scheme: which elements share a scale.
+            out_features: N.
+            in_features: K.
+            scale_dtype: of the scales; None for what `from_float` makes.
+        """
+        packed = 2 if scheme.code_dtype == torch.float4_e2m1fn_x2 else 1
+        if scale_dtype is None:
+            scale_dtype = torch.float32
+            if scheme.global_scale:
+                scale_dtype = torch.float8_e4m3fn
+            elif scheme.scale_format == ScaleFormat.UE8M0 and scheme.rows == 1 and scheme.blockwise:
+                scale_dtype = torch.float8_e8m0fnu
+        shape = scheme.scale_shape(out_features, in_features)
+        return cls(
+            torch.empty(
+                out_features, -(-in_features // packed), dtype=scheme.code_dtype, device="meta"
+            ),
+            torch.empty(shape, dtype=scale_dtype, device="meta"),
+            scheme,
+            in_features,
+            torch.empty(1, device="meta") if scheme.global_scale else None,
+        )
+
     def scales(self) -> torch.Tensor:
         """float32 scales of `scheme.scale_shape`, the global one multiplied in."""
         scale = self.scale.float()

@@ -197,6 +197,14 @@ class LayerRegistry:
         held = self._held_on(layer.name, live)
         return MappingProxyType({key: holder for key, _, holder in held})
 
+    def holding(self, identity: int) -> Holding:
+        """What one adapter has in all places.
+
+        Raises:
+            KeyError: no adapter of that identity is loaded.
+        """
+        return self._holdings[identity]
+
     def _held_on(
         self, name: str, live: Collection[int] | None
     ) -> Iterator[tuple[int, str, Holder]]:

@@ -137,15 +137,19 @@ def _dtype_of(folder: Path, headers: dict[str, TensorHeader]) -> torch.dtype:
     return next(iter(counts))
 
 
-def refuse_codes(folder: Path) -> None:
+def refuse_codes(folder: Path, *, whole: bool = True) -> None:
     """Refuse codes without metadata: transformers casts them to the model's dtype silently.
+
+    Args:
+        folder: of the checkpoint.
+        whole: as of `read_headers`.
 
     Raises:
         CheckpointError: the checkpoint in `folder` holds such tensors, or cannot be read.
     """
     if not has_shards(folder):
         return
-    headers = read_headers(shard_files(folder))
+    headers = read_headers(shard_files(folder), whole=whole)
     codes = [name for name, header in headers.items() if is_codes(name, header)]
     if codes:
         raise CheckpointError(

@@ -21,7 +21,10 @@ from ..linear.calibration import Calibration
 from ..linear.registry import LayerRegistry
 from ..linear.routed import RoutedLinear
 from ..policies.audit import AuditReport, audit
+from ..policies.audit.build import Audited
+from ..policies.cost import cost_model_of
 from ..policies.planner import Planner
+from ..policies.policy import make_policy
 from .config import Quant, WrapConfig
 from .parallel.ranks import Ranks
 from .peft_surface import REFUSED, PeftSurface
@@ -45,6 +48,12 @@ _REFUSED = {
     "copying or pickling": ("hooks and slots belong to this one object", "wrap a copy instead"),
     **REFUSED,
 }
+
+
+def model_name(model: nn.Module) -> str:
+    """What a report calls a model: the folder it came from, or its class."""
+    path = getattr(model, "name_or_path", "")
+    return str(path) or type(model).__qualname__
 
 
 def _refuse(name: str) -> None:
@@ -227,21 +236,37 @@ class ServedModel(PeftSurface, nn.Module):
             return generate(*args, **kwargs)
 
     def audit(
-        self, adapter_sets: Iterable[Iterable[str]] | None = None, policy: str | None = None
+        self,
+        adapter_sets: Iterable[Iterable[str]] | None = None,
+        policy: str | Sequence[str] | None = None,
+        *,
+        tokens: int = 64,
     ) -> AuditReport:
-        """For every site: who consumes its output, what route it takes for which adapters, why.
+        """For every site: who consumes its output, its route for which adapters, why, its cost.
 
         Args:
             adapter_sets: sets of adapter names to plan for; None for: no adapter, each alone, all.
-            policy: audit as if by this policy; None for the one in force.
+            policy: audit as if by this policy, or by several; None for the one in force.
+            tokens: of the batches that bytes and seconds are counted for.
+
+        Raises:
+            ConfigError: a policy is unknown, or a set is one text.
+            AdapterNotFoundError: a set names an adapter that is not loaded.
         """
-        return audit(
+        named = (policy,) if isinstance(policy, str) else tuple(policy or ())
+        audited = Audited(
             self.planner,
             self.adapters,
             self.discovery.unsited,
-            adapter_sets=adapter_sets,
-            policy=policy,
+            model=model_name(self.model),
             checkpoint=getattr(self.model, "branchline_checkpoint", None),
+        )
+        return audit(
+            audited,
+            tuple(map(make_policy, named)) or (self.planner.policy,),
+            cost_model_of(self.planner.platform),
+            adapter_sets=adapter_sets,
+            tokens=tokens,
         )
 
     def requantize(self, layer: str, quant: str | Quant) -> None:

@@ -15,6 +15,8 @@ from .folder import one_line, some
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+# The library's own limit.
+_LONGEST_HEADER = 100_000_000
 _RESTORE = "restore the checkpoint's files"
 _DTYPES = {
     "BOOL": torch.bool,
@@ -69,8 +71,13 @@ def shard_files(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(names)]
 
 
-def read_headers(files: Iterable[Path]) -> dict[str, TensorHeader]:
+def read_headers(files: Iterable[Path], *, whole: bool = True) -> dict[str, TensorHeader]:
     """Dtype and shape of every tensor in `files`, by name.
+
+    Args:
+        files: safetensors.
+        whole: refuse files that end before their last tensor; otherwise they may end behind the
+            header.
 
     Raises:
         CheckpointError: a file that is no safetensors file, a tensor in two files, or of a dtype
@@ -78,28 +85,45 @@ def read_headers(files: Iterable[Path]) -> dict[str, TensorHeader]:
     """
     headers: dict[str, TensorHeader] = {}
     for file in files:
-        for name, header in _headers_of(file).items():
+        for name, header in _headers_of(file, whole).items():
             if name in headers:
                 raise CheckpointError(f"tensor {name}", "is in two files of the model", _RESTORE)
             headers[name] = header
     return headers
 
 
-def _headers_of(file: Path) -> dict[str, TensorHeader]:
+def _headers_of(file: Path, whole: bool) -> dict[str, TensorHeader]:
     subject = f"file {str(file)!r}"
     if file.suffix != ".safetensors":
         reason = "is no safetensors file, and quantised weights are read from no other"
         raise CheckpointError(subject, reason, "save it again with safetensors")
     try:
-        with safe_open(file, "pt") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-            read = {name: (s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
-    except (SafetensorError, OSError, ValueError) as error:
+        read = _of_whole_file(file) if whole else _of_header(file)
+    except (SafetensorError, OSError, ValueError, LookupError, TypeError) as error:
         raise CheckpointError(subject, f"cannot be read ({one_line(error)})", _RESTORE) from error
     for name, (dtype, _) in read.items():
         if dtype not in _DTYPES:
             raise CheckpointError(subject, f"tensor {name} is of dtype {dtype}", _RESTORE)
     return {name: _header(dtype, shape) for name, (dtype, shape) in read.items()}
+
+
+def _of_whole_file(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    with safe_open(file, "pt") as opened:
+        slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+        return {name: (s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
+
+
+def _of_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if length > _LONGEST_HEADER:
+            raise ValueError(f"its header would have {length} bytes")
+        given = json.loads(opened.read(length))
+    return {
+        name: (entry["dtype"], tuple(map(int, entry["shape"])))
+        for name, entry in given.items()
+        if name != "__metadata__"
+    }
 
 
 def _header(dtype: str, shape: tuple[int, ...]) -> TensorHeader:

@@ -63,6 +63,11 @@ class Skeleton:
         return read_headers(self.files) if has_shards(self.folder) else {}
 
     @cached_property
+    def headers_alone(self) -> dict[str, TensorHeader]:
+        """As `headers`, of files that may end where their tensors would begin."""
+        return read_headers(self.files, whole=False) if has_shards(self.folder) else {}
+
+    @cached_property
     def files(self) -> list[Path]:
         """That hold the weights."""
         if has_shards(self.folder):
@@ -81,7 +86,7 @@ class Skeleton:
             return self.config.dtype
         floats = {
             header.dtype
-            for name, header in self.headers.items()
+            for name, header in self.headers_alone.items()
             if name.endswith(".weight") and header.dtype in _FLOATS
         }
         return floats.pop() if len(floats) == 1 else None

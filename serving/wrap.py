@@ -98,13 +98,19 @@ def wrap(
         raise WrapError("the model", "is wrapped already", "unwrap it, or use it as it is")
     # Tensors made in inference mode could not be written by a later load.
     with torch.inference_mode(False), torch.no_grad(), ExitStack() as undo:
-        served = _Wrapping(model, config, undo).run(calibration, tokenizer, example)
+        served = Wrapping(model, config, undo).run(calibration, tokenizer, example)
         served.undo = undo.pop_all()
     return served
 
 
-class _Wrapping:
-    """One run of `wrap`; every change of the model registers how to take it back."""
+class Wrapping:
+    """One run of `wrap`; every change of the model registers how to take it back.
+
+    Args:
+        model: to wrap.
+        config: how.
+        undo: takes everything back.
+    """
 
     def __init__(self, model: nn.Module, config: WrapConfig, undo: ExitStack) -> None:
         self.config = config
@@ -126,35 +132,9 @@ class _Wrapping:
         tokenizer: Any,
         example: Mapping[str, torch.Tensor] | None,
     ) -> ServedModel:
-        self.undo.callback(self.model.train, self.training)
-        self.model.eval()
-        self._check_settings(calibration)
-        originals = self._route_linears()
-        self.experts = ModelExperts(
-            self.model, self.registry, self.undo, self.config.linear_kernel, self.split.experts
-        )
-        self.experts.route(self._platform(self._device()))
-        skipped = self._ignored(originals)
-        self._note_ties(originals, skipped)
-        found = discover(self.model, self.registry, example or example_inputs(self.model))
-        ranges = self._ranges(calibration, tokenizer)
-        self._quantize(originals, skipped, ranges)
-        self._choose_float_kernels(originals)
-        _group_kernels(found.sites)
-        self.registry.listen(lambda epoch, reason: _group_kernels(found.sites))
-        found.install()
-        self.undo.callback(found.uninstall)
-        self._place_others(found)
-        planner = Planner(
-            self.registry,
-            found.sites,
-            REGISTRY,
-            self._platform(self._device()),
-            make_policy(self.config.policy),
-            adapters_possible=self.limits.count > 0,
-            lora_dtype=self._lora_dtype(),
-            force=self.config.producer,
-        )
+        """All steps."""
+        found, ranges = self.prepare(calibration, tokenizer, example)
+        planner = self.planner(found)
         adapters, policy = self.limits.count > 0, self.config.policy
         self.registry.rules = FusionRules(
             never_fused=adapters and policy == "static",
@@ -174,6 +154,51 @@ class _Wrapping:
         served.ranks = self.split.ranks
         self.undo.callback(served.watch_rows().remove)
         return served
+
+    def prepare(
+        self,
+        calibration: Prompts | Calibration | str | Path | None,
+        tokenizer: Any,
+        example: Mapping[str, torch.Tensor] | None,
+    ) -> tuple[Discovery, Calibration | None]:
+        """Route what can be routed, find the sites and put them in place, choose the kernels."""
+        self.undo.callback(self.model.train, self.training)
+        self.model.eval()
+        self._check_settings(calibration)
+        originals = self._route_linears()
+        self.experts = self.find_experts()
+        self.experts.route(self._platform(self._device()))
+        skipped = self._ignored(originals)
+        self._note_ties(originals, skipped)
+        found = discover(self.model, self.registry, example or example_inputs(self.model))
+        ranges = self._ranges(calibration, tokenizer)
+        self._quantize(originals, skipped, ranges)
+        self._choose_float_kernels(originals)
+        _group_kernels(found.sites)
+        self.registry.listen(lambda epoch, reason: _group_kernels(found.sites))
+        found.install()
+        self.undo.callback(found.uninstall)
+        self._place_others(found)
+        return found, ranges
+
+    def planner(self, found: Discovery) -> Planner:
+        """What makes the plans."""
+        return Planner(
+            self.registry,
+            found.sites,
+            REGISTRY,
+            self._platform(self._device()),
+            make_policy(self.config.policy),
+            adapters_possible=self.limits.count > 0,
+            lora_dtype=self._lora_dtype(),
+            force=self.config.producer,
+        )
+
+    def find_experts(self) -> ModelExperts:
+        """What routes the experts."""
+        return ModelExperts(
+            self.model, self.registry, self.undo, self.config.linear_kernel, self.split.experts
+        )
 
     # --- steps ----------------------------------------------------------------------------------
 
@@ -402,7 +427,7 @@ class _Wrapping:
         some_layer = next(iter(self.registry))
         return AdapterManager(
             self.registry,
-            self._facts_with_refusals(),
+            self.facts_with_refusals(),
             limits=self.limits,
             dtype=self._lora_dtype(),
             device=some_layer.device,
@@ -421,7 +446,8 @@ class _Wrapping:
         places.install(self.registry)
         self.refusals = places.refusals
 
-    def _facts_with_refusals(self) -> BaseFacts:
+    def facts_with_refusals(self) -> BaseFacts:
+        """What adapters are checked against, once the model is prepared."""
         # A branch on a tied linear changes that linear's output and no weight.
         unwrapped = [u for u in self.registry.unwrapped if u not in self.ties]
         refusals = self.refusals | {u.name: u.reason for u in unwrapped}

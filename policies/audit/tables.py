@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Column, Table
 from rich.text import Text
 
-from ..core.selection import Rejection
+from ...core.selection import Rejection
 
 if TYPE_CHECKING:
-    from .audit import AuditReport, Excluded, KernelReport, RouteReport, SiteReport
+    from .report import AuditReport, Excluded, FleetReport, KernelReport, RouteReport, SiteReport
 
 _BASE = "(no adapter)"
+_NAMES_SHOWN = 8
 # How the policies' reasons begin where they name every reader, which a table has no room for.
 _BY_ADAPTERS = ("read raw by", "raw rows for", "absorbs", "changed before the linears by")
 _COLOURS = {"fused": "green", "unfused": "yellow", "dual": "cyan", "absorbed": "blue"}
@@ -21,7 +22,13 @@ _COLOURS = {"fused": "green", "unfused": "yellow", "dual": "cyan", "absorbed": "
 
 def headline(report: AuditReport) -> Text:
     """Policy, platform, and the base kernels."""
-    text = Text(f"policy {report.policy}, {report.platform}, epoch {report.epoch}")
+    text = Text(
+        f"{_many('policy', 'policies', report.policies)}, {report.platform}, epoch {report.epoch}"
+    )
+    for problem in report.problems:
+        text.append(f"\n{problem.part}: {problem.reason}; {problem.remedy}", style="red")
+    for assumption in report.assumptions:
+        text.append(f"\nassumed: {assumption}", style="yellow")
     for kernel in report.kernels:
         takes = f"takes {kernel.key}" if kernel.key else "takes raw activations"
         note = "; emulated: float32 weights in memory" if kernel.emulated else ""
@@ -42,6 +49,10 @@ def headline(report: AuditReport) -> Text:
     return text
 
 
+def _many(one: str, several: str, names: tuple[str, ...]) -> str:
+    return f"{one if len(names) == 1 else several} {', '.join(names)}"
+
+
 def _served(kernel: KernelReport) -> str:
     ending = "" if kernel.linears == 1 else "s"
     if kernel.experts:
@@ -52,8 +63,14 @@ def _served(kernel: KernelReport) -> str:
 def tables(report: AuditReport) -> Iterator[Table]:
     """Sites, adapters, and what was passed over or left out."""
     yield _site_table(report)
+    mismatches = [(s.site, text) for s in report.sites for text in s.mismatches]
+    if mismatches:
+        yield _pairs_table("what ran is not what was planned", mismatches)
     if report.adapters:
         yield _adapter_table(report)
+        yield _cost_table(report)
+    if report.fleet is not None:
+        yield _fleet_table(report.fleet)
     passed_over = {
         (r.producer, r.reason): Rejection(r.producer, r.reason)
         for site in report.sites
@@ -82,12 +99,15 @@ def tables(report: AuditReport) -> Iterator[Table]:
 
 
 def _site_table(report: AuditReport) -> Table:
+    several = len(report.policies) > 1
     table = Table(
         Column("site", overflow="fold"),
         "computes",
         "feeds",
+        *(["policy"] if several else []),
         "adapters",
         "route",
+        Column("bytes/token", justify="right"),
         "why",
         "ran",
         show_lines=False,
@@ -103,8 +123,10 @@ def _site_table(report: AuditReport) -> Table:
                 (f"{name} (x{len(group)})" if len(group) > 1 else name) if i == 0 else "",
                 Text((first.semantics or "?") if i == 0 else ""),
                 ", ".join(c.rpartition(".")[2] for c in first.consumers) if i == 0 else "",
+                *([route.policy] if several else []),
                 ", ".join(route.adapters) or _BASE,
                 Text(_route_label(route), style=_COLOURS[route.route]),
+                f"{route.bytes_per_token:,.0f}",
                 Text(_why(route)),
                 ", ".join(f"{k} {v}" for k, v in sorted(ran.items())) if i == 0 else "",
                 end_section=i == len(first.routes) - 1,
@@ -137,6 +159,7 @@ def _alike(sites: tuple[SiteReport, ...]) -> Iterator[tuple[str, list[SiteReport
             _without_index(site.site),
             site.semantics,
             tuple((r.route, r.producer, _without_index(_why(r))) for r in site.routes),
+            bool(site.mismatches),
         )
         groups.setdefault(key, []).append(site)
     for key, group in groups.items():
@@ -158,6 +181,81 @@ def _adapter_table(report: AuditReport) -> Table:
             adapter.digest[:12],
             "; ".join(adapter.notes),
         )
+    return table
+
+
+def _cost_table(report: AuditReport) -> Table:
+    """What adapters cost; those that cost the same, together."""
+    table = Table(
+        "adapters",
+        *(["policy"] if len(report.policies) > 1 else []),
+        "unfused / dual / absorbed",
+        Column("more bytes/token", justify="right"),
+        Column("of the base", justify="right"),
+        Column("more µs/token", justify="right"),
+        "what would cost less",
+        title=f"what adapters cost in batches of {report.tokens} tokens, {_source(report)}",
+        title_justify="left",
+    )
+    groups: dict[tuple[object, ...], list[str]] = {}
+    for adapter in report.adapters:
+        groups.setdefault((adapter.costs, adapter.advice), []).append(adapter.name)
+    by_name = {adapter.name: adapter for adapter in report.adapters}
+    for names in groups.values():
+        adapter = by_name[names[0]]
+        for i, cost in enumerate(adapter.costs):
+            table.add_row(
+                _some(names) if i == 0 else "",
+                *([cost.policy] if len(report.policies) > 1 else []),
+                f"{cost.sites_unfused} / {cost.sites_dual} / {cost.sites_absorbed}",
+                f"{cost.extra_bytes_per_token:,.0f}",
+                f"{100 * cost.extra_share:.1f} %",
+                f"{cost.extra_seconds_per_token * 1e6:.3g}",
+                Text("\n".join(given.text for given in adapter.advice) if i == 0 else ""),
+                end_section=i == len(adapter.costs) - 1,
+            )
+    return table
+
+
+def _source(report: AuditReport) -> str:
+    measured = "measured" if report.device.measured else "estimated from the datasheet"
+    return f"times for {report.device.kind} {measured}"
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:_NAMES_SHOWN])
+    more = len(names) - _NAMES_SHOWN
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def _fleet_table(fleet: FleetReport) -> Table:
+    table = Table(
+        "targets",
+        Column("adapters", justify="right"),
+        Column("of the traffic", justify="right"),
+        Column("sites", justify="right"),
+        Column("more bytes/token", justify="right"),
+        Column("of the base", justify="right"),
+        title=f"what target modules cost over {fleet.adapters} adapters of {fleet.shapes} shapes, "
+        f"weighted {'by traffic' if fleet.weights == 'traffic' else 'evenly'}",
+        title_justify="left",
+    )
+    for cost in fleet.targets:
+        table.add_row(
+            ", ".join(cost.targets) or "(none)",
+            str(cost.adapters),
+            f"{100 * cost.weight:.1f} %",
+            str(cost.sites),
+            f"{cost.extra_bytes_per_token:,.0f}",
+            f"{100 * cost.extra_share:.1f} %",
+        )
+    return table
+
+
+def _pairs_table(title: str, pairs: Iterable[tuple[str, str]]) -> Table:
+    table = Table("name", "what", title=title, title_justify="left")
+    for name, what in pairs:
+        table.add_row(name, Text(what, style="red"))
     return table
 
 

@@ -1,0 +1,88 @@
+"""Bytes and seconds of sites under a plan, counted from shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ...core.quant_key import QuantKey
+from ...core.route import Route
+from ...fusion.site import Site
+from ...fusion.traffic import SiteTraffic
+from ...linear.parts import READS_RAW
+from ...linear.registry import LayerRegistry
+from ..cost.model import CostModel
+from ..plan import Plan
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one site costs in one batch.
+
+    Attributes:
+        moved: bytes written, and read again, until codes and shrunk rows are there.
+        seconds: what the device takes for it.
+    """
+
+    moved: float
+    seconds: float
+
+
+class BatchTraffic:
+    """What sites cost in a batch of so many tokens.
+
+    Args:
+        registry: who holds what.
+        model: costs of the device.
+        tokens: of the batch.
+    """
+
+    def __init__(self, registry: LayerRegistry, model: CostModel, tokens: int) -> None:
+        self._registry = registry
+        self._model = model
+        self._tokens = tokens
+        self._found: dict[SiteTraffic, dict[Route, Load]] = {}
+
+    def of(self, site: Site, plan: Plan, live: Mapping[int, str], route: Route) -> Load:
+        """What `site` costs on `route`.
+
+        Args:
+            site: the site.
+            plan: for `live`.
+            live: the adapters of the batch; its rows have one each, evenly spread.
+            route: usually the planned one.
+        """
+        key = site.common_key()
+        rows = self._tokens * site.facts.rows_per_token
+        if key is None:
+            # No codes are ever made: the activation is written, and its linears read it.
+            moved = rows * site.facts.columns * site.facts.dtype.itemsize
+            return Load(moved, moved / self._model.device.bandwidth)
+        return self._load(self._traffic(site, plan, live, key, rows), route)
+
+    def _traffic(
+        self, site: Site, plan: Plan, live: Mapping[int, str], key: QuantKey, rows: int
+    ) -> SiteTraffic:
+        # What matters is which of the adapters read this site's output, not what else they hold.
+        readers = {
+            identity
+            for layer in site.layers
+            for identity, holder in self._registry.branches(layer, live.keys()).items()
+            if holder.reads_raw
+        }
+        reading = [layer for layer in site.layers if plan.parts[layer.index] & READS_RAW]
+        return SiteTraffic(
+            rows=rows,
+            columns=site.facts.columns,
+            dtype=site.facts.dtype,
+            key=key,
+            adapter_rows=-(-rows * len(readers) // len(live)) if readers else 0,
+            shrink_width=sum(plan.shrink_ranks[layer.index] for layer in reading),
+        )
+
+    def _load(self, traffic: SiteTraffic, route: Route) -> Load:
+        loads = self._found.setdefault(traffic, {})
+        if route not in loads:
+            seconds = self._model.site_seconds(traffic, route)
+            loads[route] = Load(traffic.bytes_moved(route), seconds)
+        return loads[route]

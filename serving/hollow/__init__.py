@@ -1,0 +1,1 @@
+"""A checkpoint audited from its config and headers: the model without its weights."""
