@@ -21,6 +21,7 @@ from ..skeleton import Skeleton
 #: Elements from which on a parameter is a view.
 LARGE = 1 << 16
 _SPREAD = 0.02
+_APART = 0.2
 
 
 def hollow_model(skeleton: Skeleton) -> PreTrainedModel:
@@ -109,6 +110,10 @@ def _fill(
     if large:
         return
     initialise(module)
+    for parameter in module._parameters.values():
+        # Ones and zeros would hide where a norm rounds, and whether it adds one to its weight.
+        if parameter is not None and parameter.dim() == 1:
+            parameter.add_(torch.randn(parameter.shape).mul_(_APART).to(parameter.dtype))
     for key, buffer in module._buffers.items():
         if buffer is not None and buffer.is_floating_point() and bool(buffer.isnan().any()):
             raise WrapError(
