@@ -28,6 +28,9 @@ logger = logging.getLogger("branchline.server")
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _BACKLOG = 2048
+# Longer than clients keep an idle connection (httpx, and with it openai's client, 5 s): one that
+# both ends give up at the same moment fails a request.
+_IDLE_SECONDS = 75
 _LONGEST_HEADERS = 64 * 1024
 # What has been answered may still have to be sent to slow readers.
 _SENDING_SECONDS = 5
@@ -113,6 +116,7 @@ class _Server:
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
+                timeout_keep_alive=_IDLE_SECONDS,
                 timeout_graceful_shutdown=_SENDING_SECONDS,
             )
         )
