@@ -202,9 +202,7 @@ def test_adapters_of_one_shape_share_their_plans(tmp_path):
     model.save_pretrained(tmp_path / "model")
     for index in range(6):
         targets = ["q_proj"] if index % 2 else ["down_proj"]
-        models.save_adapter(
-            model, tmp_path / "fleet" / f"a{index}", targets, rank=4, seed=index
-        )
+        models.save_adapter(model, tmp_path / "fleet" / f"a{index}", targets, rank=4, seed=index)
     report = audit_folder(tmp_path / "model", fleet=Fleet(tmp_path / "fleet", {"a0": 3, "a1": 1}))
     assert report.fleet is not None
     assert (report.fleet.adapters, report.fleet.shapes) == (6, 2)
