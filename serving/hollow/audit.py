@@ -9,13 +9,16 @@ from pathlib import Path
 
 import torch
 
+from ...adapters.base import BaseFacts
 from ...adapters.sources import SourceReader
 from ...core.errors import AdapterError, BranchlineError
 from ...core.platform import Platform
-from ...linear.checkpoint import read_metadata
+from ...fusion.discover import Discovery
+from ...linear.checkpoint import ResolvedQuant, read_metadata
 from ...policies.audit.build import Audited, audit
 from ...policies.audit.report import AuditReport, Problem
 from ...policies.cost import CostModel
+from ...policies.planner import Planner
 from ...policies.policy import Policy
 from ..config import WrapConfig
 from ..load import refuse_codes
@@ -28,6 +31,62 @@ from .wrapping import HollowWrapping
 
 _SCALES = "input scales are not in headers: linears that one site feeds are taken to have the same"
 _NO_FILES = "the folder holds no weights: the model is taken to be unquantised"
+
+
+@dataclass(frozen=True, eq=False)
+class HollowModel:
+    """A model without weights, as wrapping would leave it.
+
+    Attributes:
+        planner: makes plans for it.
+        found: its sites.
+        facts: what adapters are checked against.
+        resolved: how its checkpoint is quantised; None where it is not.
+        assumptions: what headers do not tell.
+    """
+
+    planner: Planner
+    found: Discovery
+    facts: BaseFacts
+    resolved: ResolvedQuant | None
+    assumptions: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls, folder: Path, config: WrapConfig, platform: Platform, undo: ExitStack
+    ) -> HollowModel:
+        """Read a checkpoint's config and headers.
+
+        Args:
+            folder: of the checkpoint.
+            config: how it would be wrapped.
+            platform: of the device that it would be served on.
+            undo: takes everything back.
+
+        Raises:
+            WrapError, CheckpointError, KernelUnavailableError: as `FolderAudit.run`.
+        """
+        skeleton = Skeleton.of(folder)
+        stored, assumptions = _stored(skeleton, config)
+        with torch.inference_mode(False), torch.no_grad():
+            model = hollow_model(skeleton)
+            wrapping = HollowWrapping(model, config, undo, stored, platform)
+            found, _ = wrapping.prepare(None, None, None)
+        facts = wrapping.facts_with_refusals()
+        resolved = None if stored is None else stored.resolved
+        return cls(wrapping.planner(found), found, facts, resolved, assumptions)
+
+
+def _stored(skeleton: Skeleton, config: WrapConfig) -> tuple[StoredModel | None, tuple[str, ...]]:
+    metadata = read_metadata(skeleton.folder)
+    if metadata is None:
+        if not has_shards(skeleton.folder):
+            return None, (_NO_FILES,)
+        refuse_codes(skeleton.folder, whole=False)
+        return None, (_SCALES,) if config.quant.calibrated else ()
+    stored = StoredModel.read(skeleton.model, metadata, skeleton.headers_alone)
+    calibrated = any(scheme.calibrated for scheme in stored.resolved.schemes.values())
+    return stored, (_SCALES,) if calibrated else ()
 
 
 @dataclass(frozen=True)
@@ -87,43 +146,30 @@ class FolderAudit:
             CheckpointError: headers and config contradict each other.
             KernelUnavailableError: no kernel serves a linear on the device.
         """
-        skeleton = Skeleton.of(self.folder)
-        with torch.inference_mode(False), torch.no_grad(), ExitStack() as undo:
-            stored, assumptions = self._stored(skeleton)
-            model = hollow_model(skeleton)
-            wrapping = HollowWrapping(model, self.config, undo, stored, self.platform)
-            found, _ = wrapping.prepare(None, None, None)
-            planner = wrapping.planner(found)
-            facts = wrapping.facts_with_refusals()
-            reader = SourceReader(self.config.source_limits)
-            rank = self.config.tier_limits.width
-            adapters = HollowAdapters(wrapping.registry, facts, rank, reader)
-            problems = tuple(self._add_all(adapters))
-            adapters.enter()
-            audited = Audited(
-                planner,
-                adapters,
-                found.unsited,
-                model=str(self.folder),
-                source="folder",
-                checkpoint=None if stored is None else stored.resolved,
-                assumptions=assumptions,
-                problems=problems,
-                fleet=self.fleet is not None,
-                weights=None if self.fleet is None else self.fleet.weights,
-            )
-            return audit(audited, self.policies, self.model, tokens=self.tokens)
+        with ExitStack() as undo:
+            hollow = HollowModel.of(self.folder, self.config, self.platform, undo)
+            return self.of(hollow)
 
-    def _stored(self, skeleton: Skeleton) -> tuple[StoredModel | None, tuple[str, ...]]:
-        metadata = read_metadata(self.folder)
-        if metadata is None:
-            if not has_shards(self.folder):
-                return None, (_NO_FILES,)
-            refuse_codes(self.folder, whole=False)
-            return None, (_SCALES,) if self.config.quant.calibrated else ()
-        stored = StoredModel.read(skeleton.model, metadata, skeleton.headers_alone)
-        calibrated = any(scheme.calibrated for scheme in stored.resolved.schemes.values())
-        return stored, (_SCALES,) if calibrated else ()
+    def of(self, hollow: HollowModel) -> AuditReport:
+        """The report of a model that was prepared already."""
+        reader = SourceReader(self.config.source_limits)
+        rank = self.config.tier_limits.width
+        adapters = HollowAdapters(hollow.planner.registry, hollow.facts, rank, reader)
+        problems = tuple(self._add_all(adapters))
+        adapters.enter()
+        audited = Audited(
+            hollow.planner,
+            adapters,
+            hollow.found.unsited,
+            model=str(self.folder),
+            source="folder",
+            checkpoint=hollow.resolved,
+            assumptions=hollow.assumptions,
+            problems=problems,
+            fleet=self.fleet is not None,
+            weights=None if self.fleet is None else self.fleet.weights,
+        )
+        return audit(audited, self.policies, self.model, tokens=self.tokens)
 
     def _add_all(self, adapters: HollowAdapters) -> Iterator[Problem]:
         yield from self._add(adapters, self.adapters.items(), by_shape=False)
