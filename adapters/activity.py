@@ -51,11 +51,13 @@ class AdapterCounters:
 
     Attributes:
         operations: by operation and outcome (`OK`, or the error's class).
+        slot_loads: adapters that were written into a slot, and how long that took.
         slot_evictions: adapters that lost their slot to another one.
         host_evictions: copies that host memory let go.
     """
 
     operations: Mapping[tuple[Operation, str], OperationCount]
+    slot_loads: OperationCount
     slot_evictions: int
     host_evictions: int
 

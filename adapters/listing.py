@@ -90,7 +90,12 @@ class AdapterListing:
         """What happened to adapters since the model was wrapped."""
         store = self._store
         with store.lock:
-            return AdapterCounters(store.log.counts(), store.device.evictions, store.host.evictions)
+            return AdapterCounters(
+                store.log.counts(),
+                store.device.loads,
+                store.device.evictions,
+                store.host.evictions,
+            )
 
     def states(self) -> Mapping[tuple[AdapterState, Tier], int]:
         """How many names stand where in their life, and in which tier."""

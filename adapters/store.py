@@ -373,12 +373,15 @@ class VersionStore:
 
     def _write(self, moves: Sequence[Move]) -> None:
         written: set[Move] = set()
+        began = time.perf_counter()
         try:
             for move in moves:
                 self.device.write(move)
                 written.add(move)
         finally:
+            seconds = time.perf_counter() - began
             with self.changed:
+                self.device.count_loads(len(written), seconds)
                 for move in moves:
                     (self.device.finish if move in written else self.device.cancel)(move)
                 self.changed.notify_all()

@@ -18,6 +18,7 @@ import torch
 
 from ...core.errors import AdapterCapacityError
 from ...linear.registry import LayerRegistry
+from ..activity import OperationCount
 from ..places import AnyBranch, make_branch
 from ..slots import SlotClasses
 from ..version import Version
@@ -94,6 +95,8 @@ class DeviceTier:
         self._writing = threading.Lock()
         #: Versions that lost their slot to another one, so far.
         self.evictions = 0
+        #: Versions that were written into a slot so far, and how long that took.
+        self.loads = OperationCount(0, 0.0)
         # Free slots that could not be emptied when they should have been.
         self.unclean: set[int] = set()
         #: Versions whose slot is being written.
@@ -256,6 +259,10 @@ class DeviceTier:
         self.writing.discard(move.version)
         self.evictions += move.evicted is not None
         self._seat(move.version, move.slot)
+
+    def count_loads(self, count: int, seconds: float) -> None:
+        """So many slots were written, one after the other."""
+        self.loads = OperationCount(self.loads.count + count, self.loads.seconds + seconds)
 
     def cancel(self, move: Move, *, untouched: bool = False) -> None:
         """The version does not come.

@@ -172,6 +172,8 @@ class Engine:
             generated_tokens=counts["generated_tokens"],
             failed_requests=counts["failed_requests"],
             preemptions=scheduler.preemptions,
+            slot_hits=counts["slot_hits"],
+            slot_misses=counts["slot_misses"],
         )
 
     def stop(self, timeout: float) -> bool:
@@ -249,7 +251,9 @@ class Engine:
     def _step(self, shares: list[Share]) -> None:
         now = time.perf_counter()
         for share in shares:
-            share.sequence.started_at = share.sequence.started_at or now
+            if share.sequence.started_at is None:
+                share.sequence.started_at = now
+                self._count_slot(share.sequence)
         try:
             step = self._runner.prepare(shares)
             logits = self._runner.run(step)
@@ -266,6 +270,11 @@ class Engine:
         fed = sum(share.tokens for share in shares)
         self._counts["prompt_tokens"] += fed - sum(share.decodes for share in shares)
         self._choose(step, logits, finite)
+
+    def _count_slot(self, sequence: Sequence) -> None:
+        if sequence.lease is not None:
+            in_slot = sequence.lease.version.slot is not None
+            self._counts["slot_hits" if in_slot else "slot_misses"] += 1
 
     def _choose(self, step: Step, logits: torch.Tensor, finite: list[bool]) -> None:
         sequences = step.chosen

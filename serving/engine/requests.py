@@ -137,6 +137,8 @@ class EngineStats:
         generated_tokens: made so far.
         failed_requests: so far.
         preemptions: requests that gave their blocks back and began anew, so far.
+        slot_hits: requests whose adapter had a slot at their first forward, so far.
+        slot_misses: those whose adapter had to be given one.
     """
 
     running: int
@@ -151,3 +153,5 @@ class EngineStats:
     generated_tokens: int
     failed_requests: int
     preemptions: int
+    slot_hits: int = 0
+    slot_misses: int = 0

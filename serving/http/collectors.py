@@ -98,6 +98,15 @@ class EngineCollector(Collector):
             stats.preemptions,
         )
 
+        lookups = CounterMetricFamily(
+            "branchline_adapter_slot_lookups",
+            "Requests by whether their adapter had a slot at their first forward.",
+            labels=("outcome",),
+        )
+        lookups.add_metric(("hit",), stats.slot_hits)
+        lookups.add_metric(("miss",), stats.slot_misses)
+        yield lookups
+
     def _lora_requests(self, stats: EngineStats) -> Metric:
         now = (listed(stats.running_by_adapter), listed(stats.waiting_by_adapter))
         with self._lock:
@@ -153,6 +162,13 @@ class AdapterCollector(Collector):
             "Adapters that made room for others, by the tier they left.",
             labels=("tier",),
         )
+        loads = SummaryMetricFamily(
+            "branchline_adapter_slot_load_seconds",
+            "Adapters written into slots, and how long that took.",
+            count_value=counters.slot_loads.count,
+            sum_value=counters.slot_loads.seconds,
+        )
+        yield loads
         evictions.add_metric(("device",), counters.slot_evictions)
         evictions.add_metric(("host",), counters.host_evictions)
         yield evictions

@@ -63,6 +63,8 @@ def test_evictions_are_counted_by_tier(world, adapter):
         w.answer(name)
     # c takes the slot of a.
     assert w.manager.counters().slot_evictions == 1
+    assert w.manager.counters().slot_loads.count == 3
+    assert w.manager.counters().slot_loads.seconds > 0
     w.answer("b", "c")
     assert w.manager.counters().slot_evictions == 1
 

@@ -1,0 +1,186 @@
+"""Request traces: read from a file, or drawn from a popularity."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import numpy as np
+
+from ...core.errors import ConfigError
+
+_FORMS = (
+    "name a .jsonl file of requests, or draw one: zipf:1.0,requests=1000,clients=16 or "
+    "uniform,requests=1000,rate=20 (further: prompt=, output=, base=, seed=)"
+)
+
+
+@dataclass(frozen=True)
+class TracedRequest:
+    """One request.
+
+    Attributes:
+        time: seconds at which it comes; 0 in a trace of clients, who ask again when answered.
+        adapter: its name; None for the base.
+        prompt: tokens.
+        output: tokens.
+    """
+
+    time: float
+    adapter: str | None
+    prompt: int
+    output: int
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Requests in order.
+
+    Attributes:
+        requests: of the trace.
+        clients: each takes the next request when its last one is answered; None where requests
+            come at their times.
+    """
+
+    requests: tuple[TracedRequest, ...]
+    clients: int | None = None
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names, in order of first use."""
+        return tuple(dict.fromkeys(r.adapter for r in self.requests if r.adapter is not None))
+
+    def share(self, keep: Sequence[int]) -> Trace:
+        """The requests of these numbers."""
+        return replace(self, requests=tuple(self.requests[index] for index in keep))
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """The options of a trace that is drawn."""
+
+    requests: int = 1000
+    rate: float = 0.0
+    clients: int = 16
+    prompt: int = 200
+    output: int = 100
+    base: float = 0.0
+    seed: int = 0
+
+
+def read_trace(text: str, adapters: int) -> Trace:
+    """The trace that `text` names.
+
+    Args:
+        text: a path, or a popularity and its options: ``zipf:ALPHA,...`` or ``uniform,...``.
+            Options: ``requests`` (how many), ``rate`` (a second, arriving at random; without it
+            ``clients`` ask one after the other), ``prompt`` and ``output`` (mean tokens),
+            ``base`` (share of requests without an adapter), ``seed``.
+        adapters: how many adapters a popularity is drawn over.
+
+    Raises:
+        ConfigError: no such file, no such popularity, or an option that is unknown or unusable.
+    """
+    kind, _, rest = text.partition(",")
+    name, _, alpha = kind.partition(":")
+    if name == "zipf":
+        return _draw(text, _weights(text, alpha or "1.0", adapters), rest)
+    if name == "uniform" and not alpha:
+        return _draw(text, np.full(adapters, 1.0), rest)
+    return _read(Path(text))
+
+
+def _weights(text: str, alpha: str, adapters: int) -> np.ndarray:
+    try:
+        exponent = float(alpha)
+    except ValueError:
+        exponent = -1.0
+    if not 0 <= exponent < 10:
+        raise ConfigError(f"trace {text!r}", f"{alpha!r} is no exponent from 0 to 10", _FORMS)
+    return 1.0 / np.arange(1, adapters + 1) ** exponent
+
+
+def _options(text: str, rest: str) -> _Drawn:
+    kinds = {field.name: type(field.default) for field in fields(_Drawn)}
+    given: dict[str, float] = {}
+    for part in filter(None, rest.split(",")):
+        name, equals, value = part.partition("=")
+        if name not in kinds or not equals:
+            raise ConfigError(f"trace {text!r}", f"{part!r} is no option of a trace", _FORMS)
+        try:
+            given[name] = kinds[name](value)
+        except ValueError as error:
+            raise ConfigError(f"trace {text!r}", f"{value!r} is no {name}", _FORMS) from error
+    options = _Drawn(**given)  # pyright: ignore[reportArgumentType]
+    counts = (options.requests, options.clients, options.prompt, options.output)
+    if min(counts) < 1 or options.rate < 0 or not 0 <= options.base <= 1 or options.seed < 0:
+        raise ConfigError(f"trace {text!r}", "has a number out of range", _FORMS)
+    return options
+
+
+def _draw(text: str, weights: np.ndarray, rest: str) -> Trace:
+    options = _options(text, rest)
+    random = np.random.default_rng(options.seed)
+    count = options.requests
+    chosen = random.choice(len(weights), count, p=weights / weights.sum()) if len(weights) else []
+    base = random.random(count) < options.base if len(weights) else np.ones(count, bool)
+    prompts = 1 + random.poisson(options.prompt - 1, count)
+    outputs = 1 + random.poisson(options.output - 1, count)
+    times = np.zeros(count)
+    if options.rate:
+        times = random.exponential(1 / options.rate, count).cumsum()
+    requests = tuple(
+        TracedRequest(
+            float(times[i]),
+            None if base[i] else adapter_name(int(chosen[i])),
+            int(prompts[i]),
+            int(outputs[i]),
+        )
+        for i in range(count)
+    )
+    return Trace(requests, None if options.rate else options.clients)
+
+
+def adapter_name(index: int) -> str:
+    """What adapters of a drawn trace are called."""
+    return f"adapter{index}"
+
+
+def _read(path: Path) -> Trace:
+    subject = f"trace {str(path)!r}"
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise ConfigError(subject, f"cannot be read ({error})", _FORMS) from error
+    requests = tuple(_requests(subject, lines))
+    if not requests:
+        raise ConfigError(subject, "holds no requests", _FORMS)
+    if list(requests) != sorted(requests, key=lambda request: request.time):
+        raise ConfigError(subject, "its requests are not in order of time", "sort them by time")
+    timed = any(request.time for request in requests)
+    return Trace(requests, None if timed else _Drawn.clients)
+
+
+def _requests(subject: str, lines: list[str]) -> Iterator[TracedRequest]:
+    shape = '{"time": 1.5, "adapter": "sql", "prompt": 200, "output": 64}'
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+            request = TracedRequest(
+                float(entry.get("time", 0.0)),
+                entry.get("adapter"),
+                int(entry["prompt"]),
+                int(entry["output"]),
+            )
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            reason = f"line {number} is no request ({type(error).__name__}: {error})"
+            raise ConfigError(subject, reason, f"write lines such as {shape}") from error
+        usable = request.adapter is None or isinstance(request.adapter, str)
+        if min(request.prompt, request.output) < 1 or request.time < 0 or not usable:
+            reason = f"line {number} has a number or a name that no request has"
+            raise ConfigError(subject, reason, f"write lines such as {shape}")
+        yield request
