@@ -8,7 +8,7 @@ flight finish on the one they started with.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 
 from ..core.errors import AdapterBusyError, ConfigError
-from ..linear.batch import Batch, BatchPlan
+from ..linear.batch import Batch
+from ..linear.batch_class import BatchClass
 from ..linear.registry import LayerRegistry
 from .activity import Operation
 from .aliases import BASE_NAME, AliasTable
@@ -27,7 +28,7 @@ from .listing import AdapterListing
 from .mixture import Mixture
 from .packing import Packing
 from .read import PlanCache, read_adapter
-from .ready import ReadyBatches, RowName, RowsBlock
+from .ready import PlanMaker, ReadyBatches, RowName, RowsBlock
 from .side_thread import SideThread
 from .sources import AdapterResolver, AdapterSource, SourceReader
 from .store import VersionStore
@@ -50,7 +51,7 @@ class AdapterManager(AdapterListing):
         limits: how many adapters fit the device and host memory.
         dtype: of the slots.
         device: of the slots.
-        plan: makes (or finds) the plan for the adapters of a batch, and whether it has mixtures.
+        plan: makes (or finds) plans.
         folders: makes local folders of sources; None for `SourceReader()`.
         resolver: gives the source of a name that rows use and nobody registered; None for none.
         base_weights: the base model's, for adapters that cannot be read without them.
@@ -64,7 +65,7 @@ class AdapterManager(AdapterListing):
         limits: TierLimits,
         dtype: torch.dtype,
         device: torch.device,
-        plan: Callable[[Mapping[int, str], bool], BatchPlan],
+        plan: PlanMaker,
         folders: SourceFolders | None = None,
         resolver: AdapterResolver | None = None,
         base_weights: BaseWeights | None = None,
@@ -348,7 +349,7 @@ class AdapterManager(AdapterListing):
     def base_batch(self) -> Batch:
         """The batch of forwards that name no adapter: base rows, any number of them."""
         self.refuse_if_closed()
-        return Batch(self._plan({}, False))
+        return Batch(self._plan({}, False, BatchClass()))
 
     def close(self) -> None:
         """Refuse everything from now on: the model was unwrapped.

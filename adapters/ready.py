@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from ..core.errors import AdapterUnsupportedError, BatchError
 from ..linear.batch import Batch, BatchMemo, BatchPlan, BatchScope, MixedRows, active_batch
+from ..linear.batch_class import BatchClass
 from ..linear.parts import Part
 from ..linear.registry import LayerRegistry
 from .aliases import BASE_NAME, AliasTable
@@ -32,6 +34,8 @@ _ROWS = (str, Mixture, Version)
 RowName = str | Mixture | Mapping[str, float] | Lease | None
 # Requests that hold leases of one content are alike.
 Names = tuple[str | Mixture | Version | None, ...]
+#: Makes (or finds) the plan for the adapters of a batch, whether it has mixtures, and its class.
+PlanMaker = Callable[[Mapping[int, str], bool, BatchClass], BatchPlan]
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,12 +47,15 @@ class ReadyBatch:
         hooks: `LayerRegistry.hooks_unseen` then.
         versions: the different ones.
         lie_in: the slot of each.
-        plan: for them.
+        plan: for them, in a batch that is not packed: how many tokens its rows have is not known.
+        plan_of: for them, in a batch of another class.
+        named: by row, whether it has an adapter.
         slots: int32 (places, rows), on the device; see `Batch.slots`.
         mixed: see `Batch.mixed`.
         invocations: by row, the tokens that its adapter waits for; empty where no row waits.
         memo: of all batches that it begins.
-        packed: what its packed batches share, by their packings; the latest.
+        packed: what its packed batches share, by their packings, and their plans; the latest.
+        plans: of packed batches, by class.
     """
 
     epoch: int
@@ -56,11 +63,14 @@ class ReadyBatch:
     versions: tuple[Version, ...]
     lie_in: tuple[int | None, ...]
     plan: BatchPlan
+    plan_of: Callable[[BatchClass], BatchPlan]
+    named: tuple[bool, ...]
     slots: torch.Tensor
     mixed: tuple[MixedRows, ...] = ()
     invocations: tuple[tuple[int, ...] | None, ...] = ()
     memo: BatchMemo = field(default_factory=BatchMemo)
-    packed: dict[Packing, PackedRows] = field(default_factory=dict)
+    packed: dict[Packing, tuple[PackedRows, BatchPlan]] = field(default_factory=dict)
+    plans: dict[BatchClass, BatchPlan] = field(default_factory=dict)
 
     def begin(self, rows: int, packing: Packing | None) -> Batch:
         """A batch of its own for one block.
@@ -81,14 +91,25 @@ class ReadyBatch:
                 "has a row of an activated LoRA, which acts from its invocation tokens on",
                 "run its rows in a batch that is not packed",
             )
-        rows = self.packed.get(packing)
-        if rows is None:
-            rows = PackedRows.of(self.slots, self.mixed, packing)
+        found = self.packed.get(packing)
+        if found is None:
+            # What packed rows remember follows from their plan: they keep the one they began with.
+            found = PackedRows.of(self.slots, self.mixed, packing), self._plan_for(packing)
             if len(self.packed) >= _PACKINGS_KEPT:
                 # Another thread may have been quicker.
                 self.packed.pop(next(iter(tuple(self.packed))), None)
-            self.packed[packing] = rows
-        return rows.begin(self.plan)
+            self.packed[packing] = found
+        rows, plan = found
+        return rows.begin(plan)
+
+    def _plan_for(self, packing: Packing) -> BatchPlan:
+        tokens = packing.tokens
+        adapted = sum(n for n, named in zip(tokens, self.named, strict=True) if named)
+        batch = BatchClass.of(sum(tokens), adapted)
+        plan = self.plans.get(batch)
+        if plan is None:
+            plan = self.plans[batch] = self.plan_of(batch)
+        return plan
 
 
 class ReadyBatches:
@@ -98,7 +119,7 @@ class ReadyBatches:
         registry: tells whether anything has changed.
         aliases: the names.
         store: the contents.
-        plan: makes (or finds) the plan for the adapters of a batch, and whether it has mixtures.
+        plan: makes (or finds) plans.
         device: of the slots.
     """
 
@@ -107,7 +128,7 @@ class ReadyBatches:
         registry: LayerRegistry,
         aliases: AliasTable,
         store: VersionStore,
-        plan: Callable[[Mapping[int, str], bool], BatchPlan],
+        plan: PlanMaker,
         device: torch.device,
     ) -> None:
         self._registry = registry
@@ -172,13 +193,15 @@ class ReadyBatches:
             epoch, hooks = self._registry.epoch, self._registry.hooks_unseen()
             mixtures = any(isinstance(name, Mixture) for name in names)
             live = {version.key: str(name) for version, name in called.items()}
-            plan = self._plan(live, mixtures)
+            plan_of = partial(self._plan, live, mixtures)
+            named = tuple(name is not None and name != BASE_NAME for name in names)
+            plan = plan_of(BatchClass.of(len(named), sum(named), known=False))
             chosen = [None if isinstance(n, Mixture) else held.get(n) for n in names]
             slots = self._slots(chosen)
             lie_in = tuple(version.slot for version in called)
             invocations = tuple(v.invocation or None if v else None for v in chosen)
             batch = ReadyBatch(
-                epoch, hooks, tuple(called), lie_in, plan, slots,
+                epoch, hooks, tuple(called), lie_in, plan, plan_of, named, slots,
                 self._mixed(names, held), invocations if any(invocations) else (),
             )  # fmt: skip
             with self._store.lock:

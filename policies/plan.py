@@ -8,6 +8,7 @@ from ..core.quant_key import QuantKey
 from ..core.route import Route
 from ..core.selection import Rejection
 from ..fusion.producers.base import Producer
+from ..linear.batch_class import BatchClass
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class Plan:
             adapters has a branch there.
         parts: likewise: all `Part`s of the adapters there; 0 for none.
         shrink_ranks: by layer index: the highest rank of their LoRA branches there; 0 for none.
+        batch: class of the batches it is for; None where its policy takes all alike.
     """
 
     epoch: int
@@ -80,6 +82,7 @@ class Plan:
     branched: tuple[bool, ...]
     parts: tuple[int, ...]
     shrink_ranks: tuple[int, ...]
+    batch: BatchClass | None = None
 
     def count(self, route: Route) -> int:
         """How many sites take `route`."""

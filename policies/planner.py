@@ -11,21 +11,26 @@ from operator import or_
 
 import torch
 
-from ..core.errors import KernelUnavailableError
+from ..core.errors import ConfigError, KernelUnavailableError
 from ..core.platform import Platform
 from ..core.route import Route
 from ..core.selection import Rejection
 from ..fusion.producers.base import ProducerRequest
 from ..fusion.registry import ProducerRegistry, Selection
 from ..fusion.site import Site
+from ..fusion.traffic import SiteTraffic
+from ..linear.batch_class import BatchClass
 from ..linear.branching import Place
 from ..linear.contract import InputContract
+from ..linear.parts import READS_RAW
 from ..linear.registry import LayerRegistry, RawReader
 from ..linear.routed import RoutedLayer
+from .base import Policy, RouteChoice, SiteState, allowed_routes
+from .own import DynamicPolicy
 from .plan import OutOfService, Plan, SitePlan
-from .policy import AbsorbedPolicy, DualPolicy, DynamicPolicy, Policy, RouteChoice, SiteState
 
 _KEPT_PLANS = 1024
+_BY_ROW = frozenset({Route.DUAL, Route.ABSORBED})
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,9 @@ class Planner:
         self._plans: OrderedDict[tuple[object, ...], Plan] = OrderedDict()
         self._lock = threading.Lock()
         self._out_of_service: Mapping[tuple[str, Route, str], OutOfService] = {}
+        self._bound: dict[Policy, Policy] = {}
+        # What it cannot do on this device is refused now.
+        self._on_device(policy)
 
     @property
     def out_of_service(self) -> tuple[OutOfService, ...]:
@@ -97,46 +105,70 @@ class Planner:
             self.registry.advance(f"taken out of service: routes of {names}")
         return tuple(added.values())
 
-    def plan(self, live: Mapping[int, str], policy: Policy | None = None) -> Plan:
+    def plan(
+        self,
+        live: Mapping[int, str],
+        policy: Policy | None = None,
+        batch: BatchClass | None = None,
+    ) -> Plan:
         """The plan for batches whose rows use exactly the adapters `live`.
 
         Args:
             live: identity of each loaded version -> its name.
             policy: plan by another policy than the planner's own, for the audit.
+            batch: class of the batches, for policies that ask for it; None for one token for each
+                adapter, or one token.
 
         Raises:
             KernelUnavailableError: the forced producer cannot run for a site.
+            ConfigError: the policy chose what it may not choose.
         """
-        policy = policy or self.policy
-        key = (self.registry.epoch, policy, frozenset(live), self.registry.hooks_unseen())
+        given = policy or self.policy
+        bound = self._on_device(given)
+        if not bound.by_batch:
+            batch = None
+        elif batch is None:
+            batch = BatchClass.of(max(len(live), 1), len(live), known=False)
+        key = (self.registry.epoch, given, frozenset(live), self.registry.hooks_unseen(), batch)
         with self._lock:
             found = self._plans.get(key)
             if found is not None:
                 self._plans.move_to_end(key)
                 return found
-        made = self._make(live, policy, epoch=key[0])
+        made = self._make(live, bound, batch, epoch=key[0])
         with self._lock:
             self._plans[key] = made
             while len(self._plans) > _KEPT_PLANS:
                 self._plans.popitem(last=False)
         return made
 
-    def plan_batch(self, live: Mapping[int, str], mixtures: bool) -> Plan:
+    def plan_batch(
+        self, live: Mapping[int, str], mixtures: bool, batch: BatchClass | None = None
+    ) -> Plan:
         """The plan for a batch of the adapters `live`.
 
         Args:
             live: as in `plan`.
             mixtures: a row takes several adapters at once, while raw and shrunk rows beside codes
                 are made for one adapter a row: sites with a raw reader are unfused then.
+            batch: as in `plan`.
 
         Raises:
-            KernelUnavailableError: as in `plan`.
+            KernelUnavailableError, ConfigError: as in `plan`.
         """
-        by_slot = isinstance(self.policy, DualPolicy | AbsorbedPolicy)
-        return self.plan(live, DynamicPolicy() if mixtures and by_slot else None)
+        by_row = bool(self.policy.routes & _BY_ROW)
+        return self.plan(live, DynamicPolicy() if mixtures and by_row else None, batch)
 
-    def _make(self, live: Mapping[int, str], policy: Policy, epoch: int) -> Plan:
-        planned = [self._plan_site(site, live, policy) for site in self.sites]
+    def _on_device(self, policy: Policy) -> Policy:
+        bound = self._bound.get(policy)
+        if bound is None:
+            bound = self._bound[policy] = policy.bound(self.platform)
+        return bound
+
+    def _make(
+        self, live: Mapping[int, str], policy: Policy, batch: BatchClass | None, epoch: int
+    ) -> Plan:
+        planned = [self._plan_site(site, live, policy, batch) for site in self.sites]
         parts = tuple(self._parts(place, live) for place in self.registry.places.values())
         return Plan(
             epoch=epoch,
@@ -148,10 +180,11 @@ class Planner:
             branched=tuple(map(bool, parts)),
             parts=parts,
             shrink_ranks=tuple(self._shrink_rank(layer, live) for layer in self.registry),
+            batch=batch,
         )
 
     def _plan_site(
-        self, site: Site, live: Mapping[int, str], policy: Policy
+        self, site: Site, live: Mapping[int, str], policy: Policy, batch: BatchClass | None
     ) -> tuple[SitePlan, Selection]:
         readers = self.registry.raw_readers(site.layers[0], live.keys())
         obstacle = self.obstacle(site)
@@ -160,9 +193,42 @@ class Planner:
         if fused.producer is None:
             choice, selection = RouteChoice(Route.UNFUSED, fused.reason), fused
         else:
-            state = SiteState(readers, self._may_carry_adapters(site))
-            choice, selection = self._first_possible(site, policy.choose(state), readers, fused)
+            state = self._state(site, live, readers, batch)
+            choices = _checked(policy, state, site, policy.choose(state))
+            choice, selection = self._first_possible(site, choices, readers, fused)
         return _site_plan(site, choice, selection, readers), selection
+
+    def _state(
+        self,
+        site: Site,
+        live: Mapping[int, str],
+        readers: tuple[RawReader, ...],
+        batch: BatchClass | None,
+    ) -> SiteState:
+        facts, key = site.facts, site.contract.key
+        traffic = None
+        if batch is not None:
+            assert key is not None
+            held = [
+                (identity, holder)
+                for layer in site.layers
+                for identity, holder in self.registry.branches(layer, live.keys()).items()
+                if holder.parts & READS_RAW
+            ]
+            reading = len({identity for identity, _ in held})
+            rows = batch.adapter_tokens * facts.rows_per_token
+            traffic = SiteTraffic(
+                rows=batch.tokens * facts.rows_per_token,
+                columns=facts.columns,
+                dtype=facts.dtype,
+                key=key,
+                adapter_rows=-(-rows * reading // len(live)) if reading else 0,
+                shrink_width=sum(self._shrink_rank(layer, live) for layer in site.layers),
+            )
+        return SiteState(
+            readers, self._may_carry_adapters(site),
+            facts.kind, facts.columns, facts.dtype, key, batch, traffic,
+        )  # fmt: skip
 
     def _first_possible(
         self,
@@ -257,6 +323,25 @@ class Planner:
     def _shrink_rank(self, layer: RoutedLayer, live: Mapping[int, str]) -> int:
         holders = self.registry.branches(layer, live.keys()).values()
         return max((holder.shrink_rank or 0 for holder in holders), default=0)
+
+
+def _checked(
+    policy: Policy, state: SiteState, site: Site, choices: tuple[RouteChoice, ...]
+) -> tuple[RouteChoice, ...]:
+    """The choices, none of which takes from a reader what it reads (I1)."""
+    allowed = allowed_routes(state.raw_readers)
+    for choice in choices:
+        if choice.route not in allowed or choice.route not in policy.routes:
+            readers = ", ".join(map(str, state.raw_readers)) or "nobody"
+            possible = ", ".join(str(route) for route in sorted(allowed & policy.routes)) or "none"
+            raise ConfigError(
+                f"policy {policy.name!r}",
+                f"chose {choice.route} for site {site.facts.name}, which {readers} reads raw; "
+                f"it may choose: {possible}",
+                "mend the policy (branchline.policies.testkit tells what is wrong), or choose "
+                "another policy= (command line: --policy)",
+            )
+    return choices
 
 
 def _only_emulated(selection: Selection, fused: Selection) -> bool:

@@ -69,8 +69,9 @@ class WrapConfig(Settings):
         str,
         Field(
             description="Where adapters are live: dynamic (raw, unfused), dual (codes, and their "
-            "raw rows beside), absorbed (codes and their LoRA shrink); or static (never fuse "
-            "where LoRA may be)."
+            "raw rows beside), absorbed (codes and their LoRA shrink), auto (what costs least, by "
+            "what branchline calibrate measured); static (never fuse where LoRA may be); or a "
+            "plug-in's. Options follow as name:key=value,..."
         ),
     ] = "dynamic"
     max_loras: Annotated[

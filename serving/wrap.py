@@ -23,6 +23,7 @@ from ..core.errors import (
     WrapError,
 )
 from ..core.platform import Platform, detect_platform
+from ..core.route import Route
 from ..fusion import REGISTRY, discover
 from ..fusion.discover import Discovery
 from ..fusion.site import Site
@@ -48,7 +49,7 @@ from ..linear.weights import (
     replace_module,
 )
 from ..policies.planner import Planner
-from ..policies.policy import make_policy
+from ..policies.policy import StaticPolicy, make_policy
 from .base_facts import base_facts
 from .config import WrapConfig
 from .experts import ModelExperts
@@ -135,11 +136,11 @@ class Wrapping:
         """All steps."""
         found, ranges = self.prepare(calibration, tokenizer, example)
         planner = self.planner(found)
-        adapters, policy = self.limits.count > 0, self.config.policy
+        adapters, policy = self.limits.count > 0, planner.policy
         self.registry.rules = FusionRules(
-            never_fused=adapters and policy == "static",
+            never_fused=adapters and isinstance(policy, StaticPolicy),
             producer=self.config.producer,
-            shrink_width=self.limits.width if adapters and policy == "absorbed" else 0,
+            shrink_width=self.limits.width if adapters and Route.ABSORBED in policy.routes else 0,
         )
         base_weights = self.split.base_weights(self.model, self.registry)
         manager = self._manager(planner, base_weights)

@@ -1,5 +1,15 @@
 """What routes, matmuls and branches cost on a device."""
 
-from .model import CostModel, cost_model_for, cost_model_of
+from .calibration import Calibration, StoredCosts, calibration_file, cost_model_of
+from .model import CostModel, cost_model_for
+from .routes import RouteCost
 
-__all__ = ["CostModel", "cost_model_for", "cost_model_of"]
+__all__ = [
+    "Calibration",
+    "CostModel",
+    "RouteCost",
+    "StoredCosts",
+    "calibration_file",
+    "cost_model_for",
+    "cost_model_of",
+]

@@ -18,6 +18,7 @@ from branchline.adapters.base import BaseFacts, TargetLayer
 from branchline.adapters.manager import AdapterManager
 from branchline.adapters.tiers import Eviction, TierLimits
 from branchline.linear.batch import BarePlan
+from branchline.linear.batch_class import BatchClass
 from branchline.linear.kernels.float import FloatLinear
 from branchline.linear.registry import LayerRegistry
 from branchline.linear.routed import RoutedLinear
@@ -53,7 +54,7 @@ class World:
         )
         self.registry.serve_base_batches_from(self.manager.base_batch)
 
-    def _plan(self, live: Mapping[int, str], mixtures: bool) -> BarePlan:
+    def _plan(self, live: Mapping[int, str], mixtures: bool, batch: BatchClass) -> BarePlan:
         self.plans += 1
         held = [self.registry.branches(layer, live.keys()).values() for layer in self.registry]
         return BarePlan(
