@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import cache
 
 from ..core.platform import Platform
 from ..core.route import Route
@@ -37,14 +38,13 @@ class AutoPolicy(Policy):
         """With the costs of this device; as `dynamic`, with the reason, where they are not known.
 
         Raises:
-            ConfigError: `device` is unknown, or `calibration` is no calibration, or of another
-                device or other versions than are here.
+            ConfigError: `device` is unknown, or `calibration` is absent or damaged.
         """
         if self.device is not None:
             return CheapestPolicy(cost_model_for(self.device))
         stored = StoredCosts.find(platform, self.calibration)
         if stored.model is None:
-            _logger.warning("policy auto chooses as dynamic: %s", stored.reason)
+            _warn_once(stored.reason)
             return UncalibratedPolicy(stored.reason)
         return CheapestPolicy(stored.model)
 
@@ -85,6 +85,11 @@ class CheapestPolicy(Policy):
             RouteChoice(route, _reason(ordered[at:], seconds, str(state.batch)))
             for at, route in enumerate(ordered)
         )
+
+
+@cache
+def _warn_once(reason: str) -> None:
+    _logger.warning("policy auto chooses as dynamic: %s", reason)
 
 
 def _reason(ordered: list[Route], seconds: dict[Route, float], batch: str) -> str:
