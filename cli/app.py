@@ -13,7 +13,7 @@ from ..core.errors import BranchlineError
 from .output import note
 
 #: Each of them a module beside this one, with a function of that name.
-COMMANDS = ("audit", "calibrate", "generate", "inspect", "quantize", "serve", "verify")
+COMMANDS = ("audit", "calibrate", "generate", "inspect", "quantize", "serve", "simulate", "verify")
 
 
 class _Commands(TyperGroup):

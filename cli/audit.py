@@ -180,7 +180,9 @@ def read_traffic(path: Path) -> dict[str, float]:
         raise ConfigError(subject, f"cannot be read ({error})", remedy) from error
     if isinstance(given, dict) and isinstance(given.get("data"), list):
         given = {
-            entry.get("name"): entry.get("hits") for entry in given["data"] if isinstance(entry, dict)
+            entry.get("name"): entry.get("hits")
+            for entry in given["data"]
+            if isinstance(entry, dict)
         }
     try:
         return TypeAdapter(dict[str, Annotated[float, Field(ge=0, strict=True)]]).validate_python(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedConfig
 
 from ...adapters.base import BaseFacts
 from ...adapters.sources import SourceReader
@@ -38,6 +39,7 @@ class HollowModel:
     """A model without weights, as wrapping would leave it.
 
     Attributes:
+        config: of the model.
         planner: makes plans for it.
         found: its sites.
         facts: what adapters are checked against.
@@ -45,6 +47,7 @@ class HollowModel:
         assumptions: what headers do not tell.
     """
 
+    config: PreTrainedConfig
     planner: Planner
     found: Discovery
     facts: BaseFacts
@@ -74,7 +77,8 @@ class HollowModel:
             found, _ = wrapping.prepare(None, None, None)
         facts = wrapping.facts_with_refusals()
         resolved = None if stored is None else stored.resolved
-        return cls(wrapping.planner(found), found, facts, resolved, assumptions)
+        planner = wrapping.planner(found)
+        return cls(skeleton.config, planner, found, facts, resolved, assumptions)
 
 
 def _stored(skeleton: Skeleton, config: WrapConfig) -> tuple[StoredModel | None, tuple[str, ...]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -165,6 +165,11 @@ class Replica:
         self._number = 0
         self._result = ReplicaResult()
 
+    def fill(self, adapters: Iterable[SimulatedAdapter]) -> None:
+        """Give slots to adapters that were loaded before the first request."""
+        for adapter in adapters:
+            self._slots.place([adapter])
+
     def run(self, trace: Trace) -> ReplicaResult:
         """Answer all requests of a trace."""
         arrivals = _Arrivals(trace)
@@ -256,7 +261,7 @@ class _Arrivals:
     """When requests come: at their times, or when a client has been answered."""
 
     def __init__(self, trace: Trace) -> None:
-        self._left = iter(trace.requests)
+        self._left = iter(trace)
         self._next = next(self._left, None)
         self._clients = None if trace.clients is None else [0.0] * trace.clients
 

@@ -61,27 +61,26 @@ class SimulatedSlots:
             adapter.hits += 1
             adapter.tick = self._tick
         missing = [adapter for adapter in wanted if adapter.slot is None]
-        # Those that fit the fewest slots choose first.
-        for adapter in sorted(missing, key=lambda adapter: -adapter.rank):
-            self._take(adapter, wanted)
+        # Those that fit the fewest slots choose first, and none is entered before all have chosen.
+        moves = [
+            (adapter, self._take(adapter, wanted))
+            for adapter in sorted(missing, key=lambda adapter: -adapter.rank)
+        ]
+        for adapter, slots in moves:
+            adapter.slot = slots.rank
+            slots.queue.add(adapter)
         return missing
 
-    def _take(self, adapter: SimulatedAdapter, batch: tuple[SimulatedAdapter, ...]) -> None:
+    def _take(self, adapter: SimulatedAdapter, batch: tuple[SimulatedAdapter, ...]) -> _SlotClass:
         fitting = [slots for slots in self._classes if slots.rank >= adapter.rank]
         for slots in fitting:
             if slots.free:
                 slots.free -= 1
-                self._put(adapter, slots)
-                return
+                return slots
         for slots in fitting:
             victim = slots.queue.first(lambda other: other not in batch)
             if victim is not None:
                 slots.queue.discard(victim)
                 victim.slot = None
-                self._put(adapter, slots)
-                return
+                return slots
         raise AssertionError("the scheduler seats no more than there are slots")
-
-    def _put(self, adapter: SimulatedAdapter, slots: _SlotClass) -> None:
-        adapter.slot = slots.rank
-        slots.queue.add(adapter)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -34,27 +35,60 @@ class TracedRequest:
     output: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Trace:
-    """Requests in order.
+    """Requests in order, as columns: a fleet's are millions.
 
     Attributes:
-        requests: of the trace.
+        times: float64 (R,), see `TracedRequest`.
+        adapters: int64 (R,), indices of `names`; -1 for the base.
+        prompts: int64 (R,).
+        outputs: int64 (R,).
+        names: of the adapters.
         clients: each takes the next request when its last one is answered; None where requests
             come at their times.
     """
 
-    requests: tuple[TracedRequest, ...]
+    times: np.ndarray
+    adapters: np.ndarray
+    prompts: np.ndarray
+    outputs: np.ndarray
+    names: tuple[str, ...]
     clients: int | None = None
 
-    @property
-    def adapters(self) -> tuple[str, ...]:
-        """Names, in order of first use."""
-        return tuple(dict.fromkeys(r.adapter for r in self.requests if r.adapter is not None))
+    def __len__(self) -> int:
+        return len(self.times)
 
-    def share(self, keep: Sequence[int]) -> Trace:
-        """The requests of these numbers."""
-        return replace(self, requests=tuple(self.requests[index] for index in keep))
+    def __iter__(self) -> Iterator[TracedRequest]:
+        columns = (self.times, self.adapters, self.prompts, self.outputs)
+        for time, adapter, prompt, output in zip(*(c.tolist() for c in columns), strict=True):
+            name = None if adapter < 0 else self.names[adapter]
+            yield TracedRequest(time, name, prompt, output)
+
+    def part(self, keep: np.ndarray, clients: int | None) -> Trace:
+        """The requests that `keep`, bool (R,), says."""
+        return Trace(
+            self.times[keep],
+            self.adapters[keep],
+            self.prompts[keep],
+            self.outputs[keep],
+            self.names,
+            clients,
+        )
+
+    @classmethod
+    def of(cls, requests: Sequence[TracedRequest], clients: int | None) -> Trace:
+        """Of requests one by one."""
+        names = tuple(dict.fromkeys(r.adapter for r in requests if r.adapter is not None))
+        index = {name: number for number, name in enumerate(names)}
+        return cls(
+            np.array([r.time for r in requests], float),
+            np.array([-1 if r.adapter is None else index[r.adapter] for r in requests], int),
+            np.array([r.prompt for r in requests], int),
+            np.array([r.output for r in requests], int),
+            names,
+            clients,
+        )
 
 
 @dataclass(frozen=True)
@@ -103,8 +137,8 @@ def _weights(text: str, alpha: str, adapters: int) -> np.ndarray:
 
 
 def _options(text: str, rest: str) -> _Drawn:
-    kinds = {field.name: type(field.default) for field in fields(_Drawn)}
-    given: dict[str, float] = {}
+    kinds: dict[str, type] = {field.name: type(field.default) for field in fields(_Drawn)}
+    given: dict[str, Any] = {}
     for part in filter(None, rest.split(",")):
         name, equals, value = part.partition("=")
         if name not in kinds or not equals:
@@ -113,7 +147,7 @@ def _options(text: str, rest: str) -> _Drawn:
             given[name] = kinds[name](value)
         except ValueError as error:
             raise ConfigError(f"trace {text!r}", f"{value!r} is no {name}", _FORMS) from error
-    options = _Drawn(**given)  # pyright: ignore[reportArgumentType]
+    options = _Drawn(**given)
     counts = (options.requests, options.clients, options.prompt, options.output)
     if min(counts) < 1 or options.rate < 0 or not 0 <= options.base <= 1 or options.seed < 0:
         raise ConfigError(f"trace {text!r}", "has a number out of range", _FORMS)
@@ -124,23 +158,21 @@ def _draw(text: str, weights: np.ndarray, rest: str) -> Trace:
     options = _options(text, rest)
     random = np.random.default_rng(options.seed)
     count = options.requests
-    chosen = random.choice(len(weights), count, p=weights / weights.sum()) if len(weights) else []
-    base = random.random(count) < options.base if len(weights) else np.ones(count, bool)
-    prompts = 1 + random.poisson(options.prompt - 1, count)
-    outputs = 1 + random.poisson(options.output - 1, count)
+    chosen = np.full(count, -1)
+    if len(weights):
+        drawn = random.choice(len(weights), count, p=weights / weights.sum())
+        chosen = np.where(random.random(count) < options.base, -1, drawn)
     times = np.zeros(count)
     if options.rate:
         times = random.exponential(1 / options.rate, count).cumsum()
-    requests = tuple(
-        TracedRequest(
-            float(times[i]),
-            None if base[i] else adapter_name(int(chosen[i])),
-            int(prompts[i]),
-            int(outputs[i]),
-        )
-        for i in range(count)
+    return Trace(
+        times,
+        chosen,
+        1 + random.poisson(options.prompt - 1, count),
+        1 + random.poisson(options.output - 1, count),
+        tuple(map(adapter_name, range(len(weights)))),
+        None if options.rate else options.clients,
     )
-    return Trace(requests, None if options.rate else options.clients)
 
 
 def adapter_name(index: int) -> str:
@@ -160,7 +192,7 @@ def _read(path: Path) -> Trace:
     if list(requests) != sorted(requests, key=lambda request: request.time):
         raise ConfigError(subject, "its requests are not in order of time", "sort them by time")
     timed = any(request.time for request in requests)
-    return Trace(requests, None if timed else _Drawn.clients)
+    return Trace.of(requests, None if timed else _Drawn.clients)
 
 
 def _requests(subject: str, lines: list[str]) -> Iterator[TracedRequest]:
