@@ -16,6 +16,7 @@ from ...core.errors import ConfigError
 from ...core.route import Route
 from ...fusion.discover import Unsited
 from ...fusion.site import Site
+from ...linear.batch_class import BatchClass
 from ...linear.checkpoint import ResolvedQuant
 from ...linear.experts.layer import ExpertsLinear
 from ...linear.kernels.base import BaseKernel
@@ -179,7 +180,8 @@ class _Audit:
 
     def _planned(self, names: tuple[str, ...], policy: Policy) -> _PlannedSet:
         live = self.audited.adapters.live(names)
-        return _PlannedSet(policy.name, live, self.planner.plan(live, policy))
+        batch = BatchClass.of(self.tokens, self.tokens if live else 0)
+        return _PlannedSet(policy.name, live, self.planner.plan(live, policy, batch))
 
     def _costs(self, info: AdapterInfo) -> ShapeCost:
         ((identity, name),) = self.audited.adapters.live([info.name]).items()

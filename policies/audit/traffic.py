@@ -41,7 +41,7 @@ class BatchTraffic:
         self._registry = registry
         self._model = model
         self._tokens = tokens
-        self._found: dict[SiteTraffic, dict[Route, Load]] = {}
+        self._found: dict[tuple[str, SiteTraffic], dict[Route, Load]] = {}
 
     def of(self, site: Site, plan: Plan, live: Mapping[int, str], route: Route) -> Load:
         """What `site` costs on `route`.
@@ -58,7 +58,7 @@ class BatchTraffic:
             # No codes are ever made: the activation is written, and its linears read it.
             moved = rows * site.facts.columns * site.facts.dtype.itemsize
             return Load(moved, moved / self._model.device.bandwidth)
-        return self._load(self._traffic(site, plan, live, key, rows), route)
+        return self._load(site.facts.kind, self._traffic(site, plan, live, key, rows), route)
 
     def _traffic(
         self, site: Site, plan: Plan, live: Mapping[int, str], key: QuantKey, rows: int
@@ -80,9 +80,9 @@ class BatchTraffic:
             shrink_width=sum(plan.shrink_ranks[layer.index] for layer in reading),
         )
 
-    def _load(self, traffic: SiteTraffic, route: Route) -> Load:
-        loads = self._found.setdefault(traffic, {})
+    def _load(self, kind: str, traffic: SiteTraffic, route: Route) -> Load:
+        loads = self._found.setdefault((kind, traffic), {})
         if route not in loads:
-            seconds = self._model.site_seconds(traffic, route)
+            seconds = self._model.site_seconds(traffic, route, kind)
             loads[route] = Load(traffic.bytes_moved(route), seconds)
         return loads[route]
