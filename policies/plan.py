@@ -9,6 +9,7 @@ from ..core.route import Route
 from ..core.selection import Rejection
 from ..fusion.producers.base import Producer
 from ..linear.batch_class import BatchClass
+from .reasons import ReasonCode
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class SitePlan:
         site: its name.
         route: what it does.
         reason: why.
+        code: the same as a stable identifier.
         producer: name of the chosen producer; "" where unfused.
         emulated: the producer saves no memory traffic.
         rejected: producers that were passed over, with reasons.
@@ -53,6 +55,7 @@ class SitePlan:
     key: QuantKey | None
     raw_readers: tuple[str, ...]
     blame: tuple[str, ...]
+    code: ReasonCode = ReasonCode.POLICY
 
 
 @dataclass(frozen=True)

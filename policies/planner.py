@@ -28,8 +28,10 @@ from ..linear.routed import RoutedLayer
 from .base import Policy, RouteChoice, SiteState, allowed_routes
 from .own import DynamicPolicy
 from .plan import OutOfService, Plan, SitePlan
+from .reasons import ReasonCode, code_of_readers
 
 _KEPT_PLANS = 1024
+_EMULATED_ONLY = "only emulated"
 _BY_ROW = frozenset({Route.DUAL, Route.ABSORBED})
 
 
@@ -192,11 +194,15 @@ class Planner:
         fused = Selection(None, (), obstacle) if obstacle else self._select(site, Route.FUSED)
         if fused.producer is None:
             choice, selection = RouteChoice(Route.UNFUSED, fused.reason), fused
+            code = self._obstacle_code(site) if obstacle else ReasonCode.NO_PRODUCER
+            if isinstance(fused, _Withdrawn):
+                code = ReasonCode.OUT_OF_SERVICE
         else:
             state = self._state(site, live, readers, batch)
             choices = _checked(policy, state, site, policy.choose(state))
             choice, selection = self._first_possible(site, choices, readers, fused)
-        return _site_plan(site, choice, selection, readers), selection
+            code = _code(choice.route, choices[0].route, selection, readers)
+        return _site_plan(site, choice, code, selection, readers), selection
 
     def _state(
         self,
@@ -250,9 +256,11 @@ class Planner:
             rejected = (*rejected, *selection.rejected)
             if isinstance(selection, _Withdrawn):
                 reason = "; ".join([*failed, selection.reason])
-                return RouteChoice(Route.UNFUSED, reason), Selection(None, rejected)
+                return RouteChoice(Route.UNFUSED, reason), _Withdrawn(None, rejected)
             if _only_emulated(selection, fused):
-                failed.append(f"not {choice.route}: only emulated")
+                name = "" if selection.producer is None else selection.producer.name
+                rejected = (*rejected, Rejection(name, _EMULATED_ONLY))
+                failed.append(f"not {choice.route}: {_EMULATED_ONLY}")
                 continue
             if selection.producer is not None or choice.route == Route.UNFUSED:
                 reason = "; ".join([choice.reason, *failed])
@@ -282,6 +290,16 @@ class Planner:
                     f"{layer.name} takes {_describe(contract)}"
                 )
         return ""
+
+    def _obstacle_code(self, site: Site) -> ReasonCode:
+        """The code of `obstacle`, where there is one."""
+        if site.facts.semantics is None:
+            return ReasonCode.NO_SEMANTICS
+        if site.facts.other_readers:
+            return ReasonCode.UNKNOWN_CONSUMER
+        if any(layer.kernel.contract.key is None for layer in site.layers):
+            return ReasonCode.NO_QUANTISED_INPUT
+        return ReasonCode.CONSUMERS_DISAGREE
 
     def _may_carry_adapters(self, site: Site) -> bool:
         return self._adapters_possible and any(layer.takes_branches for layer in site.layers)
@@ -350,6 +368,16 @@ def _only_emulated(selection: Selection, fused: Selection) -> bool:
     return ours is not None and ours.emulated and plain is not None and not plain.emulated
 
 
+def _code(
+    route: Route, wanted: Route, selection: Selection, readers: tuple[RawReader, ...]
+) -> ReasonCode:
+    if isinstance(selection, _Withdrawn):
+        return ReasonCode.OUT_OF_SERVICE
+    if route != wanted and any(r.reason == _EMULATED_ONLY for r in selection.rejected):
+        return ReasonCode.EMULATED
+    return code_of_readers(readers, route)
+
+
 def _describe(contract: InputContract) -> str:
     if contract.scale is None:
         return str(contract.key)
@@ -357,7 +385,11 @@ def _describe(contract: InputContract) -> str:
 
 
 def _site_plan(
-    site: Site, choice: RouteChoice, selection: Selection, readers: tuple[RawReader, ...]
+    site: Site,
+    choice: RouteChoice,
+    code: ReasonCode,
+    selection: Selection,
+    readers: tuple[RawReader, ...],
 ) -> SitePlan:
     chosen = selection.producer
     blame = dict.fromkeys(reader.name for reader in readers if reader.kind == "branch")
@@ -365,6 +397,7 @@ def _site_plan(
         site=site.facts.name,
         route=choice.route,
         reason=choice.reason,
+        code=code,
         producer=chosen.name if chosen else "",
         emulated=chosen.emulated if chosen else False,
         rejected=selection.rejected,

@@ -321,6 +321,7 @@ def _route(plan: SitePlan, planned: _PlannedSet, load: Load, tokens: int) -> Rou
         adapters=planned.plan.adapters,
         route=str(plan.route),
         reason=plan.reason,
+        code=str(plan.code),
         producer=plan.producer,
         emulated=plan.emulated,
         rejected=tuple(Rejected(producer=r.name, reason=r.reason) for r in plan.rejected),

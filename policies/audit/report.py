@@ -25,13 +25,15 @@ class RouteReport(ReportPart):
 
     `bytes_per_token` counts what the route writes and reads again until codes and shrunk rows are
     there, of a batch in which every row has one of the adapters, evenly spread; `seconds_per_token`
-    is what the device takes for that by the cost model.
+    is what the device takes for that by the cost model.  `code` is `reason` as a stable identifier
+    (`ReasonCode`).
     """
 
     policy: str
     adapters: tuple[str, ...]
     route: str
     reason: str
+    code: str
     producer: str
     emulated: bool
     rejected: tuple[Rejected, ...]
