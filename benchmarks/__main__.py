@@ -1,34 +1,64 @@
-"""All benchmarks: ``python -m benchmarks [--short]``."""
+"""All benchmarks: ``python -m benchmarks [--short] [--only NAME] [--out FILE]``."""
 
 from __future__ import annotations
 
 import argparse
+import os
+from pathlib import Path
 
 from benchmarks.adapters import loading, lora
 from benchmarks.linear import decode, head, matmul
 from benchmarks.moe import experts
 from benchmarks.policies import auto
 from benchmarks.producers import activation, norm, routes
+from benchmarks.results import Result, finish
 from benchmarks.serving import throughput
 from branchline.core import native
 
+#: These return their results; the others only print them.
+RECORDED = {"activation": activation, "norm": norm, "routes": routes, "matmul": matmul}
+PRINTED = {"head": head, "experts": experts, "auto": auto}
+# Those that need whole models take minutes, however few their repetitions.
+MODELS = {"decode": decode, "lora": lora, "loading": loading, "throughput": throughput}
+
 
 def main() -> None:
-    """Run every benchmark that this installation can run."""
+    """Run every benchmark that this installation can run, or those that are asked for."""
+    given = _arguments()
+    library = native.load()
+    if not library.available:
+        raise SystemExit(
+            f"error: nothing to compare: the C kernels are absent ({library.reason}); "
+            "install a C compiler and run make setup"
+        )
+    print(f"C kernels on {library.isa}")
+    load_before = os.getloadavg()[0]
+    chosen = given.only or [*RECORDED, *PRINTED, *(() if given.short else MODELS)]
+    results: list[Result] = []
+    for name in chosen:
+        if name in RECORDED:
+            results += RECORDED[name].run(given.short)
+        else:
+            (PRINTED | MODELS)[name].run(given.short)
+    if given.out:
+        printed = tuple(name for name in chosen if name not in RECORDED)
+        found = finish(results, printed, given.short, load_before)
+        given.out.write_text(found.model_dump_json(indent=2), encoding="utf-8")
+
+
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument(
         "--short", action="store_true", help="few repetitions, and no whole models, as CI runs it"
     )
-    short: bool = parser.parse_args().short
-    library = native.load()
-    if not library.available:
-        print(f"nothing to compare: the C kernels are absent ({library.reason})")
-        return
-    print(f"C kernels on {library.isa}")
-    # Those that need whole models take minutes, however few their repetitions.
-    models = () if short else (decode, lora, loading, throughput)
-    for module in (activation, norm, routes, matmul, head, experts, auto, *models):
-        module.run(short)
+    parser.add_argument(
+        "--only",
+        action="append",
+        choices=[*RECORDED, *PRINTED, *MODELS],
+        help="this benchmark (more than once for several)",
+    )
+    parser.add_argument("--out", type=Path, help="write results and machine to this file, as JSON")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from benchmarks.results import Result
 from branchline.core import QuantKey, quantize
 from branchline.linear.contract import InputContract, InputScale
 
@@ -57,9 +58,13 @@ def _bits(result: torch.Tensor) -> torch.Tensor:
 
 
 def report_speedup(
-    label: str, ours: Callable[[], torch.Tensor], theirs: Callable[[], torch.Tensor], rounds: int
-) -> None:
-    """Print how many times faster `ours` is.
+    benchmark: str,
+    label: str,
+    ours: Callable[[], torch.Tensor],
+    theirs: Callable[[], torch.Tensor],
+    rounds: int,
+) -> Result:
+    """Print and return how many times faster `ours` is.
 
     Raises:
         ResultsDifferError: the two results are not the same bytes.
@@ -69,15 +74,33 @@ def report_speedup(
         raise ResultsDifferError(f"{label}: {differing} bytes differ")
     found = alternate(ours, theirs, rounds)
     _print(label, found, f"{found.ratio():.1f} times faster (best runs: {found.ratio(min):.1f})")
+    return _result(benchmark, label, found)
 
 
 def report_time_of(
-    label: str, ours: Callable[[], object], yardstick: Callable[[], object], rounds: int
-) -> None:
-    """Print the time of `ours` in units of a yardstick that computes something else."""
+    benchmark: str,
+    label: str,
+    ours: Callable[[], object],
+    yardstick: Callable[[], object],
+    rounds: int,
+) -> Result:
+    """Print and return the time of `ours` beside a yardstick that computes something else."""
     found = alternate(ours, yardstick, rounds)
     verdict = f"{1 / found.ratio():.2f} times its time (best runs: {1 / found.ratio(min):.2f})"
     _print(label, found, verdict)
+    return _result(benchmark, label, found)
+
+
+def _result(benchmark: str, label: str, found: Comparison) -> Result:
+    case, _, against = label.rpartition(" against ")
+    return Result(
+        benchmark=benchmark,
+        case=case,
+        value=statistics.median(found.ours) * 1e6,
+        unit="us",
+        ratio=found.ratio(),
+        against=against,
+    )
 
 
 def _print(label: str, found: Comparison, verdict: str) -> None:

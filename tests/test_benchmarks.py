@@ -33,6 +33,25 @@ def test_the_cpu_benchmarks_run():
         assert part in out
 
 
+def test_results_are_written_with_the_machine_they_come_from(tmp_path):
+    out = tmp_path / "results.json"
+    printed = run("benchmarks", "--short", "--only", "norm", "--only", "matmul", "--out", str(out))
+    found = json.loads(out.read_text(encoding="utf-8"))
+    assert found["short"]
+    assert found["machine"]["cpu"]
+    assert found["machine"]["memory"] > 2**28
+    assert f"C kernels on {found['machine']['isa']}" in printed
+    assert found["printed"] == []
+    results = found["results"]
+    assert {line["benchmark"] for line in results} == {"norm", "matmul"}
+    assert {line["against"] for line in results} >= {"eager", "clone()", "the faster F.linear"}
+    assert all(line["value"] > 0 and line["ratio"] > 0 and line["case"] for line in results)
+    assert all((line["aim"] is not None) == (line["benchmark"] == "matmul") for line in results)
+    # What is written is what was printed.
+    for line in results:
+        assert line["case"].split(", ")[0] in printed
+
+
 @pytest.mark.triton_interpreted
 def test_the_gpu_script_runs(tmp_path):
     out = tmp_path / "results.json"

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.harness import THREADS, alternate_all, begin, say
+from benchmarks.results import Result
 from branchline.core import quantize
 from branchline.core.scheme import SCHEMES
 from branchline.linear.contract import InputContract
@@ -22,14 +23,15 @@ TARGETS = {1: 2.0, 4: 3.0, 16: 2.5, 512: 0.8}
 BANDWIDTH_TARGET = 0.7
 
 
-def run(short: bool = False) -> None:
-    """Print the ratios, with what is aimed at beside them."""
+def run(short: bool = False) -> list[Result]:
+    """Print and return the ratios, with what is aimed at beside them."""
     begin("FP8 matmul, fp8-dynamic weights and inputs")
-    for n, k in WEIGHTS[:1] if short else WEIGHTS:
-        _weight(n, k, short)
+    weights = WEIGHTS[:1] if short else WEIGHTS
+    return [result for n, k in weights for result in _weight(n, k, short)]
 
 
-def _weight(n: int, k: int, short: bool) -> None:
+def _weight(n: int, k: int, short: bool) -> list[Result]:
+    results: list[Result] = []
     scheme = SCHEMES["fp8-dynamic"]
     generator = torch.Generator().manual_seed(n)
     full = torch.randn(n, k, generator=generator)
@@ -57,9 +59,24 @@ def _weight(n: int, k: int, short: bool) -> None:
         line += (
             f"F.linear (aim {TARGETS[m]}; f32 {others[0] / ours:.2f}, bf16 {others[1] / ours:.2f})"
         )
+        against = {"the faster F.linear": (min(others[:2]), TARGETS[m])}
         if m == 1:
+            against["a plain read of the weight"] = (others[2], BANDWIDTH_TARGET)
             line += f"; {others[2] / ours:.2f} of a plain read (aim {BANDWIDTH_TARGET})"
         say(line)
+        results += [
+            Result(
+                benchmark="matmul",
+                case=f"{n}x{k}, {m} rows",
+                value=ours * 1e6,
+                unit="us",
+                ratio=seconds / ours,
+                against=what,
+                aim=aim,
+            )
+            for what, (seconds, aim) in against.items()
+        ]
+    return results
 
 
 def _check(kernel: NativeFp8Linear, weight: QuantizedWeight, codes) -> None:

@@ -222,7 +222,8 @@ def _between(pairs: int, columns: int, short: bool) -> None:
     gate, up = random_bf16(pairs, 2 * columns).chunk(2, -1)
     emission = Emission(contract_for(key))
     report_speedup(
-        f"between, {pairs}x{columns} (aim {FUSED_TARGET})",
+        "experts",
+        f"between, {pairs}x{columns} (aim {FUSED_TARGET}) against eager",
         lambda: producer.produce(semantics, (gate, up), emission).activation.codes,
         lambda: eager_codes(F.silu(gate) * up, key),
         5 if short else 41 if pairs > 100 else 301,

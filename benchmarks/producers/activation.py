@@ -14,6 +14,7 @@ from benchmarks.harness import (
     report_time_of,
     rounds_for,
 )
+from benchmarks.results import Result
 from branchline.core import FP8_STATIC_TENSOR, KEYS
 from branchline.core.oracle import ActivationSemantics
 from branchline.fusion.producers.activation import NativeActivation
@@ -27,23 +28,25 @@ STATIC = {
 }
 
 
-def run(short: bool = False) -> None:
-    """Print the comparison at each shape."""
+def run(short: bool = False) -> list[Result]:
+    """Print and return the comparison at each shape."""
+    results: list[Result] = []
     begin("activations and static FP8")
     for rows, columns in SHAPES:
         gate, up = random_bf16(rows, columns), random_bf16(rows, columns, seed=1)
         for name, function in STATIC.items():
             plain, gated = (ActivationSemantics(name, gated=g) for g in (False, True))
-            _compare(plain, (gate,), lambda x, f=function: f(x), short)
-            _compare(gated, (gate, up), lambda g, u, f=function: f(g) * u, short)
+            results += _compare(plain, (gate,), lambda x, f=function: f(x), short)
+            results += _compare(gated, (gate, up), lambda g, u, f=function: f(g) * u, short)
     begin("SiLU(gate) * up and every key")
     semantics = ActivationSemantics("silu", gated=True)
     gate, up = random_bf16(512, 11264), random_bf16(512, 11264, seed=1)
     for key in KEYS[1:]:
-        _compare(semantics, (gate, up), lambda g, u: F.silu(g) * u, short, key)
+        results += _compare(semantics, (gate, up), lambda g, u: F.silu(g) * u, short, key)
+    return results
 
 
-def _compare(semantics, inputs, activation, short, key=FP8_STATIC_TENSOR) -> None:
+def _compare(semantics, inputs, activation, short, key=FP8_STATIC_TENSOR) -> list[Result]:
     emission, producer = Emission(contract_for(key)), NativeActivation()
     rows, columns = inputs[0].shape
     label = f"{rows}x{columns} {semantics} {'' if key.static else key}".rstrip()
@@ -56,8 +59,11 @@ def _compare(semantics, inputs, activation, short, key=FP8_STATIC_TENSOR) -> Non
 
     rounds = rounds_for(rows, short)
     # torch's GELU gives an element other bytes at the end of a tensor: at these widths it does not.
-    report_speedup(f"{label} against eager", native, eager, rounds)
-    report_time_of(f"{label} against clone()", native, inputs[0].clone, rounds)
+    name, clone = "activation", inputs[0].clone
+    return [
+        report_speedup(name, f"{label} against eager", native, eager, rounds),
+        report_time_of(name, f"{label} against clone()", native, clone, rounds),
+    ]
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from benchmarks.harness import (
     report_time_of,
     rounds_for,
 )
+from benchmarks.results import Result
 from branchline.core import FP8_STATIC_TENSOR
 from branchline.core.oracle import NORM_ORDERS, NormSemantics, norm
 from branchline.fusion.producers.base import Emission
@@ -21,9 +22,10 @@ from branchline.fusion.producers.norm import NativeNorm
 SHAPES = ((512, 4096), (1, 4096))
 
 
-def run(short: bool = False) -> None:
-    """Print the comparison at each shape."""
+def run(short: bool = False) -> list[Result]:
+    """Print and return the comparison at each shape."""
     begin("norms and static FP8")
+    results: list[Result] = []
     emission, producer = Emission(contract_for(FP8_STATIC_TENSOR)), NativeNorm()
     for rows, columns in SHAPES:
         x, residual = random_bf16(rows, columns), random_bf16(rows, columns, seed=2)
@@ -40,8 +42,11 @@ def run(short: bool = False) -> None:
                     return eager_codes(norm(semantics, inputs).out, FP8_STATIC_TENSOR)
 
                 label, rounds = f"{rows}x{columns} {semantics}", rounds_for(rows, short)
-                report_speedup(f"{label} against eager", native, eager, rounds)
-                report_time_of(f"{label} against clone()", native, x.clone, rounds)
+                against = f"{label} against eager"
+                results.append(report_speedup("norm", against, native, eager, rounds))
+                against = f"{label} against clone()"
+                results.append(report_time_of("norm", against, native, x.clone, rounds))
+    return results
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 
 import torch
@@ -17,6 +18,7 @@ from benchmarks.harness import (
     rounds_for,
     say,
 )
+from benchmarks.results import Result
 from branchline.core import FP8_STATIC_TENSOR
 from branchline.core.oracle import ActivationSemantics
 from branchline.core.route import Route
@@ -35,17 +37,20 @@ CASES = {
 }
 
 
-def run(short: bool = False) -> None:
-    """Print traffic and times of the routes."""
+def run(short: bool = False) -> list[Result]:
+    """Print traffic, print and return times of the routes."""
+    results: list[Result] = []
     _traffic()
     begin(f"routes at {ROWS}x{COLUMNS}, static FP8")
     rounds = rounds_for(ROWS, short)
     for name, (semantics, function) in CASES.items():
         gate, up = random_bf16(ROWS, COLUMNS), random_bf16(ROWS, COLUMNS, seed=1)
         inputs = (gate, up) if semantics.gated else (gate,)
-        _dual(name, semantics, inputs, rounds)
+        results.append(_dual(name, semantics, inputs, rounds))
         for requests in (SLOTS, ROWS):
-            _absorbed(f"{name}, {requests} requests", semantics, inputs, function, requests, rounds)
+            label = f"{name}, {requests} requests"
+            results += _absorbed(label, semantics, inputs, function, requests, rounds)
+    return results
 
 
 def _traffic() -> None:
@@ -63,16 +68,17 @@ def _producer(semantics, inputs, emission: Emission) -> Callable[[], object]:
     return lambda: producer.produce(semantics, inputs, emission).activation
 
 
-def _dual(name: str, semantics, inputs, rounds: int) -> None:
+def _dual(name: str, semantics, inputs, rounds: int) -> Result:
     contract = contract_for(FP8_STATIC_TENSOR)
     wanted = torch.zeros(16, dtype=torch.bool)
     wanted[5] = True
     dual = _producer(semantics, inputs, Emission(contract, Route.DUAL, raw=RawRequest(wanted)))
     fused = _producer(semantics, inputs, Emission(contract))
-    report_time_of(f"{name}: dual for 1 of 16 rows against fused", dual, fused, rounds)
+    label = f"{name}: dual for 1 of 16 rows against fused"
+    return report_time_of("routes", label, dual, fused, rounds)
 
 
-def _absorbed(label: str, semantics, inputs, function, requests: int, rounds: int) -> None:
+def _absorbed(label: str, semantics, inputs, function, requests: int, rounds: int) -> list[Result]:
     contract = contract_for(FP8_STATIC_TENSOR)
     a = (random_bf16(SLOTS, RANK, COLUMNS, seed=3).float() / 64).bfloat16()
     slots = torch.arange(requests, dtype=torch.int32) % SLOTS
@@ -94,12 +100,24 @@ def _absorbed(label: str, semantics, inputs, function, requests: int, rounds: in
         raise AssertionError(f"{label}: codes differ")
     if not torch.equal(made.shrunk["down_proj"], shrunk):
         raise AssertionError(f"{label}: shrunk rows differ")
+    results: list[Result] = []
     for what, other, count in (("C unfused", unfused, rounds), ("eager", eager, min(rounds, 5))):
         found = alternate(absorbed, other, count)
         say(
             f"{label}: absorbed {found.ratio():.2f} times as fast as {what} "
             f"(best runs: {found.ratio(min):.2f})"
         )
+        results.append(
+            Result(
+                benchmark="routes",
+                case=f"{label}: absorbed",
+                value=statistics.median(found.ours) * 1e6,
+                unit="us",
+                ratio=found.ratio(),
+                against=what,
+            )
+        )
+    return results
 
 
 if __name__ == "__main__":
