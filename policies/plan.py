@@ -9,6 +9,7 @@ from ..core.route import Route
 from ..core.selection import Rejection
 from ..fusion.producers.base import Producer
 from ..linear.batch_class import BatchClass
+from .reasons import ReasonCode
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class SitePlan:
     Attributes:
         site: its name.
         route: what it does.
+        code: why, as a word.
         reason: why.
         producer: name of the chosen producer; "" where unfused.
         emulated: the producer saves no memory traffic.
@@ -46,6 +48,7 @@ class SitePlan:
 
     site: str
     route: Route
+    code: ReasonCode
     reason: str
     producer: str
     emulated: bool

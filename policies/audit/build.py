@@ -179,7 +179,7 @@ class _Audit:
 
     def _planned(self, names: tuple[str, ...], policy: Policy) -> _PlannedSet:
         live = self.audited.adapters.live(names)
-        return _PlannedSet(policy.name, live, self.planner.plan(live, policy))
+        return _PlannedSet(policy.name, live, self.traffic.plan(self.planner, live, policy))
 
     def _costs(self, info: AdapterInfo) -> ShapeCost:
         ((identity, name),) = self.audited.adapters.live([info.name]).items()
@@ -318,6 +318,7 @@ def _route(plan: SitePlan, planned: _PlannedSet, load: Load, tokens: int) -> Rou
         policy=planned.policy,
         adapters=planned.plan.adapters,
         route=str(plan.route),
+        code=str(plan.code),
         reason=plan.reason,
         producer=plan.producer,
         emulated=plan.emulated,

@@ -119,7 +119,7 @@ class CostBook:
         return found
 
     def _batch(self, live: Mapping[int, str], policy: Policy) -> _Batch:
-        plan = self._planner.plan(live, policy)
+        plan = self._traffic.plan(self._planner, live, policy)
         loads = (
             self._traffic.of(site, plan, live, Route(plan.routes[site.index]))
             for site in self._planner.sites

@@ -173,7 +173,7 @@ def test_a_plan_that_cannot_be_made_lets_go(world, adapter, monkeypatch):
     w.manager.load("a", adapter("a"))
     answer = w.answer("a")
 
-    def fail(live, mixtures):
+    def fail(live, mixtures, batch):
         raise RuntimeError("no plan")
 
     with monkeypatch.context() as patch:
