@@ -192,7 +192,11 @@ class _Audit:
     def _sites(self, planned: list[_PlannedSet]) -> Iterator[SiteReport]:
         base = self.book.base_loads()
         total = sum(load.moved for load in base)
-        for site, load in zip(self.planner.sites, base, strict=True):
+        # As the model has their linears, which is nearly as it runs them.
+        ordered = sorted(
+            zip(self.planner.sites, base, strict=True), key=lambda pair: pair[0].layers[0].index
+        )
+        for site, load in ordered:
             routes = tuple(self._route(site, one) for one in planned)
             yield _site(site, routes, load.moved / total if total else 0.0)
 
