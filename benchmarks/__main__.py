@@ -7,6 +7,7 @@ import argparse
 from benchmarks.adapters import loading, lora
 from benchmarks.linear import decode, head, matmul
 from benchmarks.moe import experts
+from benchmarks.policies import auto
 from benchmarks.producers import activation, norm, routes
 from benchmarks.serving import throughput
 from branchline.core import native
@@ -26,7 +27,7 @@ def main() -> None:
     print(f"C kernels on {library.isa}")
     # Those that need whole models take minutes, however few their repetitions.
     models = () if short else (decode, lora, loading, throughput)
-    for module in (activation, norm, routes, matmul, head, experts, *models):
+    for module in (activation, norm, routes, matmul, head, experts, auto, *models):
         module.run(short)
 
 

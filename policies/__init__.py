@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from .audit import AuditReport
     from .plan import Plan, SitePlan
     from .planner import Planner
-    from .policy import Policy, RouteChoice, SiteState, make_policy
+    from .policy import Policy, RouteChoice, SiteState, allowed_routes, make_policy, policy_names
 
 __all__ = [
     "AuditReport",
@@ -18,7 +18,9 @@ __all__ = [
     "RouteChoice",
     "SitePlan",
     "SiteState",
+    "allowed_routes",
     "make_policy",
+    "policy_names",
 ]
 
 __getattr__ = lazy_exports(
@@ -31,6 +33,8 @@ __getattr__ = lazy_exports(
         "RouteChoice": "policy",
         "SitePlan": "plan",
         "SiteState": "policy",
+        "allowed_routes": "policy",
         "make_policy": "policy",
+        "policy_names": "policy",
     },
 )

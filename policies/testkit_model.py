@@ -1,4 +1,4 @@
-"""A small random model with adapters for `branchline.policies.testkit`: two sites, three linears."""
+"""A small random model with adapters for `branchline.policies.testkit`: two sites, 3 linears."""
 
 from __future__ import annotations
 

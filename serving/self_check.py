@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +20,7 @@ from ..core.route import Route
 from ..fusion.probe import Differing, Probed, ProbeRows, probe_site
 from ..fusion.site import Site
 from ..linear.batch import Batch
+from ..policies.own import AbsorbedPolicy, DualPolicy, DynamicPolicy
 from ..policies.plan import OutOfService, Plan
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ _logger = logging.getLogger("branchline.self_check")
 
 #: With more adapters than this, only those in slots are checked one by one.
 _MOST_CHECKED = 32
+#: Between them they take every route that a site may take.
+_EVERY_ROUTE = (AbsorbedPolicy(), DualPolicy(), DynamicPolicy())
 
 
 class NumericDifference(ReportPart):
@@ -212,8 +215,8 @@ class _Check:
 
     def base(self) -> None:
         """Base rows: the routes of batches without adapters, and of what adapters leave alone."""
-        plan = self._planner.plan({})
-        self._probe(Batch(plan), self._planned(plan), ())
+        for plan, sites in self._plans({}):
+            self._probe(Batch(plan), sites, ())
 
     def adapters(self, names: Sequence[str], *, newly: bool) -> None:
         """Each alone and all together, at the sites whose linears they branch from.
@@ -237,31 +240,50 @@ class _Check:
         manager = self._served.adapters
         try:
             with manager.held_in_slots(names) as versions:
-                plan = self._planner.plan(
+                plans = self._plans(
                     {version.key: name for version, name in zip(versions, names, strict=True)}
                 )
                 chosen, places = (*versions, None), len(self._registry.places)
                 device = next(iter(self._registry)).device
                 slots = slots_by_place(chosen, places, device)
-                sites = [
-                    site for site in self._acted_on(plan) if only is None or site.index in only
-                ]
-                routed = [site for site in sites if plan.routes[site.index] != Route.UNFUSED]
-                self._probe(self._batch(plan, slots, packed), routed, names)
+                acted = {
+                    site.index
+                    for site in self._acted_on(plans[0][0])
+                    if only is None or site.index in only
+                }
+                for plan, sites in plans:
+                    routed = [site for site in sites if site.index in acted]
+                    self._probe(self._batch(plan, slots, packed), routed, names)
         except AdapterError as error:
             self._unchecked.append(Unchecked(adapters=names, reason=str(error)))
             return set()
         self._checked.update(names)
-        return {site.index for site in sites}
+        return acted
 
     def _batch(self, plan: Plan, slots: torch.Tensor, packed: bool) -> Batch:
         if packed:
             slots = slots.repeat_interleave(self._rows.rows, dim=1)
         return Batch(plan, slots.shape[1], slots, packed=packed)
 
-    def _planned(self, plan: Plan) -> list[Site]:
-        sites = self._planner.sites
-        return [site for site in sites if plan.routes[site.index] != Route.UNFUSED]
+    def _plans(self, live: Mapping[int, str]) -> list[tuple[Plan, list[Site]]]:
+        """Plans for these adapters, each with the sites whose route no plan before it has.
+
+        Where the route depends on the size of a batch, those are all that a batch may take.
+        """
+        planner = self._planner
+        found: list[tuple[Plan, list[Site]]] = []
+        seen: set[tuple[int, Route]] = set()
+        for policy in _EVERY_ROUTE if planner.policy.by_batch else (planner.policy,):
+            plan = planner.plan(live, policy)
+            routed = [
+                site
+                for site in planner.sites
+                if plan.routes[site.index] != Route.UNFUSED
+                and (site.index, plan.routes[site.index]) not in seen
+            ]
+            seen |= {(site.index, plan.routes[site.index]) for site in routed}
+            found.append((plan, routed))
+        return found
 
     def _acted_on(self, plan: Plan) -> list[Site]:
         return [

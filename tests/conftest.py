@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
@@ -90,4 +91,23 @@ def _proofs_are_kept() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         # By its module's name: the package has a function of that name.
         patch.setattr(import_module("branchline.fusion.discover"), "Proofs", lambda: kept)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_calibration_of_this_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What a developer has measured here changes no estimate in tests, and tests write none there.
+
+    Not by the variable, which also says where models lie.
+    """
+    own = tmp_path_factory.mktemp("cache")
+    given = os.environ.get("XDG_CACHE_HOME")
+
+    def cache_path(name: str) -> Path:
+        asked = os.environ.get("XDG_CACHE_HOME")
+        return (Path(asked) if asked and asked != given else own) / name
+
+    with pytest.MonkeyPatch.context() as patch:
+        calibration = import_module("branchline.policies.cost.calibration")
+        patch.setattr(calibration, "user_cache_path", cache_path)
         yield

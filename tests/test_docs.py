@@ -186,7 +186,9 @@ def test_python_blocks_run(path, workplace, monkeypatch, capsys):
     monkeypatch.chdir(workplace)
     namespace: dict[str, object] = {"__name__": "document"}
     for number, block in enumerate(blocks(path.read_text(encoding="utf-8"), "python")):
-        exec(compile(block, f"{document_id(path)}, block {number}", "exec"), namespace)
+        title = f"{document_id(path)}, block {number}"
+        # As it is written: not with what this file imports from __future__.
+        exec(compile(block, title, "exec", dont_inherit=True), namespace)
     if "print(" in path.read_text(encoding="utf-8"):
         assert capsys.readouterr().out
 

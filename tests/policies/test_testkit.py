@@ -206,5 +206,5 @@ def test_readers_that_nobody_is_told_about_are_found(monkeypatch):
         return dataclasses.replace(made(*given), blame=())
 
     monkeypatch.setattr(planner, "_site_plan", blameless)
-    with pytest.raises(PolicyFailedError, match="breaks I2: .* is read by"):
+    with pytest.raises(PolicyFailedError, match=r"breaks I2: .* is read by"):
         check_policy(DynamicPolicy(), seeds=(0,))
