@@ -269,7 +269,8 @@ class _LowRank:
 
 
 def _contract(key: QuantKey, device: torch.device) -> InputContract:
-    return InputContract(key, InputScale.checked(0.04, _SITE) if key.static else None)
+    scale = torch.tensor([0.04], device=device)
+    return InputContract(key, InputScale.checked(scale, _SITE) if key.static else None)
 
 
 def _emission(contract: InputContract, route: Route, low_rank: _LowRank | None) -> Emission:
