@@ -234,9 +234,15 @@ def test_command_lines_parse(arguments):
 @pytest.mark.parametrize("arguments", [c for c in commands() if c[0] != "serve"], ids=" ".join)
 def test_command_lines_run(arguments, workplace, monkeypatch):
     monkeypatch.chdir(workplace)
+    monkeypatch.setenv("COLUMNS", "200")
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
-    said = {"inspect": "linears", "quantize": "linears quantised", "verify": "pass"}
+    said = {
+        "inspect": "linears",
+        "quantize": "linears quantised",
+        "simulate": "lost to",
+        "verify": "pass",
+    }
     assert said.get(arguments[0], "fused") in done.stdout
 
 
