@@ -32,6 +32,7 @@ from .plan import OutOfService, Plan, SitePlan
 from .reasons import ReasonCode, code_of
 
 _KEPT_PLANS = 1024
+_ONLY_EMULATED = "only emulated"
 _BY_ROW = frozenset({Route.DUAL, Route.ABSORBED})
 
 
@@ -211,8 +212,11 @@ class Planner:
             state = self._state(site, live, readers, batch)
             choices = _checked(policy, state, site, policy.choose(state))
             choice, selection = self._first_possible(site, choices, readers, fused)
-            withdrawn = isinstance(selection, _Withdrawn)
-            code = code_of(choice.route, readers, withdrawn=withdrawn)
+            code = code_of(choice.route, readers)
+            if isinstance(selection, _Withdrawn):
+                code = ReasonCode.OUT_OF_SERVICE
+            elif choice.route == Route.UNFUSED and _ONLY_EMULATED in choice.reason:
+                code = ReasonCode.EMULATED
         return _site_plan(site, choice, code, selection, readers), selection
 
     def _state(
@@ -269,7 +273,7 @@ class Planner:
                 reason = "; ".join([*failed, selection.reason])
                 return RouteChoice(Route.UNFUSED, reason), _Withdrawn(None, rejected)
             if _only_emulated(selection, fused):
-                failed.append(f"not {choice.route}: only emulated")
+                failed.append(f"not {choice.route}: {_ONLY_EMULATED}")
                 continue
             if selection.producer is not None or choice.route == Route.UNFUSED:
                 reason = "; ".join([choice.reason, *failed])

@@ -15,7 +15,8 @@ class ReasonCode(StrEnum):
     reads the activation raw; `changed-input`: an adapter changes it before the linears;
     `unknown-semantics`: nothing known equals what the site computes; `no-quantised-input`: a
     consumer takes no codes; `consumers-disagree`: they take different ones; `no-producer`: none
-    serves the site here; `out-of-service`: a self-check withdrew it; `policy`: the policy chose so
+    serves the site here; `emulated`: what the policy preferred would only be emulated here;
+    `out-of-service`: a self-check withdrew it; `policy`: the policy chose so
     though nobody reads raw.
     """
 
@@ -28,22 +29,20 @@ class ReasonCode(StrEnum):
     NO_QUANTISED_INPUT = "no-quantised-input"
     CONSUMERS_DISAGREE = "consumers-disagree"
     NO_PRODUCER = "no-producer"
+    EMULATED = "emulated"
     OUT_OF_SERVICE = "out-of-service"
     POLICY = "policy"
 
 
-def code_of(route: Route, readers: tuple[RawReader, ...], *, withdrawn: bool) -> ReasonCode:
+def code_of(route: Route, readers: tuple[RawReader, ...]) -> ReasonCode:
     """The code of a site that could be fused.
 
     Args:
         route: that it takes.
         readers: who reads its output raw.
-        withdrawn: its producer is out of service.
     """
     if route != Route.UNFUSED:
         return ReasonCode.PLANNED
-    if withdrawn:
-        return ReasonCode.OUT_OF_SERVICE
     kinds = {reader.kind for reader in readers}
     for kind, code in (("unknown", ReasonCode.UNKNOWN_CONSUMER), ("hook", ReasonCode.HOOK)):
         if kind in kinds:

@@ -11,7 +11,7 @@ from ..policies.audit.report import AuditReport
 from ..policies.audit.schema import parse_report
 
 _SECONDS = 60.0
-_UNAUTHORIZED = 401
+_WANTS_A_KEY = (401, 403)
 
 
 class RemoteAudit:
@@ -25,6 +25,9 @@ class RemoteAudit:
 
     def __init__(self, url: str, api_key: str | None = None, policies: Iterable[str] = ()) -> None:
         self.url = url.rstrip("/")
+        # A name and a password before the host are nobody else's business.
+        scheme, separator, rest = self.url.partition("://")
+        self._shown = f"{scheme}{separator}{rest.rpartition('@')[2]}"
         self._policies = tuple(policies)
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._client = httpx.Client(headers=headers, timeout=_SECONDS)
@@ -46,7 +49,7 @@ class RemoteAudit:
             ConfigError: it answers with another version of the schema.
         """
         asked = {"tokens": str(tokens), "policy": list(self._policies)}
-        subject = f"server {self.url!r}"
+        subject = f"server {self._shown!r}"
         try:
             answer = self._client.get(f"{self.url}/audit", params=asked)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -54,7 +57,7 @@ class RemoteAudit:
             raise RemoteAuditError(
                 subject, reason, "check the address, and that branchline serve runs there"
             ) from error
-        if answer.status_code == _UNAUTHORIZED:
+        if answer.status_code in _WANTS_A_KEY:
             raise RemoteAuditError(
                 subject, "wants a key", "pass one of its admin keys (command line: --api-key)"
             )

@@ -35,6 +35,8 @@ def page(report: AuditReport, fired: Iterable[Fired] = ()) -> str:
     """
     style, script = _file("audit.css"), _file("audit.js")
     groups = tuple(site_groups(report.sites))
+    # All adapters together, so that every branch is drawn.
+    opened = max(range(len(report.adapter_sets)), key=lambda i: len(report.adapter_sets[i]))
     return _template().render(
         report=report,
         fired=tuple(fired),
@@ -44,7 +46,8 @@ def page(report: AuditReport, fired: Iterable[Fired] = ()) -> str:
         script_hash=_hash(script),
         meanings=_MEANINGS,
         letters=_LETTERS,
-        groups=[_station(group) for group in groups],
+        groups=[_station(group, opened) for group in groups],
+        opened=opened,
         sets=[adapter_set(names) for names in report.adapter_sets],
         adapters=adapter_groups(report),
         data=[list(map(_route, group.first.routes)) for group in groups],
@@ -75,7 +78,8 @@ def _hash(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def _station(group: SiteGroup) -> dict[str, Any]:
+def _station(group: SiteGroup, opened: int) -> dict[str, Any]:
+    """What the template shows of sites that are alike, first of all with adapter set `opened`."""
     first = group.first
     return {
         "name": group.name,
@@ -92,7 +96,7 @@ def _station(group: SiteGroup) -> dict[str, Any]:
         "ran": group.ran(),
         "mismatches": first.mismatches,
         "routes": first.routes,
-        "shown": first.routes[0] if first.routes else None,
+        "shown": first.routes[opened] if first.routes else None,
     }
 
 

@@ -1,9 +1,10 @@
 """Rules for a build: what an audit must not say.
 
-    unfused>10%                 sites that are unfused, of all (also dual, absorbed, fused)
-    adapter:sql unfused>3       the same in batches of one adapter alone
+    unfused>10%                 unfused sites, of all (also fused, dual, absorbed, emulated)
+    unfused>=3, fused<90%       by number, and by the other signs
+    adapter:sql unfused>3       the same in batches of one adapter alone ("my sql" with blanks)
     policy:absorbed unfused>0   the same under one policy, where several were audited
-    bytes>200000                bytes a token that an adapter's batch moves more than one without
+    bytes>2e5                   bytes a token that an adapter's batch moves more than one without
     bytes>25%                   the same, as a part of what a batch without adapters moves
     reason:unknown-consumer     a site is unfused for this reason (see `ReasonCode`)
     kernel:emulated             a base kernel of this name, or an emulated one
@@ -16,9 +17,11 @@ A rule fires where it is true.  Counts are of the worst adapter set that was aud
 
 from __future__ import annotations
 
+import operator
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from ...core.errors import ConfigError
 from ...core.report import ReportPart
@@ -30,8 +33,13 @@ _FORMS = (
     "write such as unfused>10%, unfused>3, adapter:sql unfused>3, policy:dual unfused>0, "
     "bytes>25%, reason:hook, kernel:emulated, producer:eager, mismatch or problem"
 )
-_COUNT = re.compile(r"(?P<what>[a-z]+)\s*(?P<sign>>=|>)\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<part>%?)")
-_SCOPE = re.compile(r"(adapter|policy):(\S+)\s+")
+_COUNT = re.compile(
+    r"(?P<what>[a-z]+)\s*(?P<sign>[<>]=?)\s*(?P<number>\d+(?:\.\d+)?(?:e\d+)?)\s*(?P<part>%?)"
+)
+_SCOPE = re.compile(r'(adapter|policy):("[^"]+"|\S+)\s+')
+_SIGNS: Mapping[str, Callable[[float, float], bool]] = MappingProxyType(
+    {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
+)
 _NAMED = re.compile(r"(reason|kernel|producer):(\S+)")
 _EMULATED = "emulated"
 _ROUTES = tuple(str(route) for route in Route)
@@ -94,7 +102,7 @@ def _refuse(text: str, reason: str) -> ConfigError:
 def _parse(text: str) -> Callable[[AuditReport], Iterable[str]]:
     rest, scope = text.strip(), _Scope(text)
     while (found := _SCOPE.match(rest)) is not None:
-        scope = scope.narrowed(found[1], found[2])
+        scope = scope.narrowed(found[1], found[2].strip('"'))
         rest = rest[found.end() :]
     if rest == "mismatch":
         return _mismatches
@@ -185,15 +193,15 @@ def _counted(
     text: str, count: re.Match[str], scope: _Scope
 ) -> Callable[[AuditReport], Iterable[str]]:
     limit = float(count["number"]) / (100 if count["part"] else 1)
-    including = count["sign"] == ">="
+    compare = _SIGNS[count["sign"]]
 
     def beyond(value: float) -> bool:
-        return value >= limit if including else value > limit
+        return compare(value, limit)
 
     if count["what"] == "bytes":
         return lambda report: _dear(report, scope, beyond, share=bool(count["part"]))
-    if count["what"] not in _ROUTES:
-        known = ", ".join((*_ROUTES, "bytes"))
+    if count["what"] not in (*_ROUTES, _EMULATED):
+        known = ", ".join((*_ROUTES, _EMULATED, "bytes"))
         raise _refuse(text, f"{count['what']!r} cannot be counted; what can: {known}")
     return lambda report: _many(report, scope, count["what"], beyond, share=bool(count["part"]))
 
@@ -209,7 +217,8 @@ def _many(
     counts: dict[tuple[str, tuple[str, ...]], int] = {}
     for _, planned in scope.routes(report):
         key = planned.policy, planned.adapters
-        counts[key] = counts.get(key, 0) + (planned.route == route)
+        counted = planned.emulated if route == _EMULATED else planned.route == route
+        counts[key] = counts.get(key, 0) + counted
     total = len(report.sites)
     for (policy, adapters), number in counts.items():
         if total and beyond(number / total if share else number):
