@@ -63,6 +63,24 @@ def test_what_is_planned_is_what_runs(family, policy, adapters):
             assert not site.mismatches
 
 
+@pytest.mark.parametrize("family", ["llama", "nemotron"])
+@pytest.mark.parametrize("device", ["cpu", "h200"])
+def test_under_policy_auto_too(family, device, adapters):
+    policy = f"auto:device={device}"
+    served = served_with(family, adapters, policy)
+    for chosen in some_sets():
+        for site in served.discovery.sites:
+            site.counters.reset()
+        names = list(chosen) or [None]
+        with served.adapters.rows(names):
+            served(models.token_ids(len(names), 5))
+        # Rows that are not packed count as one token each.
+        report = served.audit(adapter_sets=[chosen], tokens=len(names))
+        for site in report.sites:
+            assert set(site.ran) == {site.routes[0].route}, (site.site, chosen)
+            assert not site.mismatches
+
+
 @pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3"])
 def test_between_experts_too(kind):
     served = wrap(moe_models.MODELS[kind](), policy="dynamic")
