@@ -20,12 +20,13 @@ from ..linear.registry import LayerRegistry, SharedInput
 from ..linear.routed import RoutedLinear
 from ..linear.router import holds_router, products
 from .experts import ExpertsSite, RoutedExperts
+from .forwards import NormForward, OwnCone, TracedForward
 from .identify import PROBE_ERRORS, identify_norm, same_bytes
 from .identify.alike import Proofs
 from .raw import compute_raw
 from .record import Reading, Recording, masked_readers, record, row_layouts
 from .site import Site, SiteFacts
-from .trace import Cone, Settings, Untraceable, find_cones, replace_cones, trace_forward
+from .trace import Cone, Untraceable, find_cones, replace_cones, trace_forward
 
 
 @dataclass(frozen=True)
@@ -122,11 +123,11 @@ class _Discoverer:
             return
         # The definition of an activation may differ from torch's bytes where those depend on an
         # element's place.  The trace may not: it is compared with cones that compute their own.
-        own = [(cone, _OwnCone(cone, inputs), inputs) for cone, _, inputs in proved]
+        own = [(cone, OwnCone(cone, inputs), inputs) for cone, _, inputs in proved]
         if self._same_output(parent, replace_cones(parent, graph, own).forward, given):
             forward = replace_cones(parent, graph, proved).forward
             cones_and_sites = [(cone, site) for cone, site, _ in proved]
-            self.replacements.append((parent, _TracedForward(parent, forward, cones_and_sites)))
+            self.replacements.append((parent, TracedForward(parent, forward, cones_and_sites)))
             return
         # A trace follows Python once; whatever it missed, the module's own forward stays.
         for _, site, _ in proved:
@@ -245,7 +246,7 @@ class _Discoverer:
         raw = partial(compute_raw, semantics) if isinstance(semantics, NormSemantics) else None
         site = self.add_site(facts, layers, raw, observed)
         if raw is not None:
-            forward = _NormForward(site, module)
+            forward = NormForward(site, module)
             site.vectors = forward.vectors
             self.replacements.append((module, forward))
 
@@ -309,98 +310,6 @@ def _activation_name(semantics: Semantics | None, cone: Cone) -> str:
     if not semantics.custom:
         return str(semantics)
     return f"{cone.title}_mul" if semantics.gated else cone.title
-
-
-class _OwnCone(nn.Module):
-    """A cone by the model's own code, called as its site is: with `inputs`, in their order."""
-
-    def __init__(self, cone: Cone, inputs: list[fx.Node]) -> None:
-        super().__init__()
-        # In a tuple, so that the model's modules do not become children of this one.
-        self._function = (cone.function,)
-        self._order = [inputs.index(node) for node in cone.inputs]
-
-    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        return self._function[0](*(inputs[i] for i in self._order))
-
-
-class _TracedForward:
-    """The forward of a module whose cones are computed by sites.
-
-    The proof holds for the modules that were there.  If one was replaced, patched or hooked since,
-    the module's own forward runs instead: its linears are then fed raw, which is always right.
-    """
-
-    def __init__(
-        self, module: nn.Module, forward: Callable[..., Any], cones: list[tuple[Cone, Site]]
-    ) -> None:
-        self._module = module
-        self._forward = forward
-        self._sites = [site for _, site in cones]
-        self._children = tuple(module._modules.items())
-        self._inside = tuple(inner for cone, _ in cones for inner in cone.modules.values())
-        # The trace has the numbers of the module in it, and the proof those of the others.
-        self._settings = [(part, Settings(part)) for part in (module, *self._inside)]
-
-    def __call__(self, x: torch.Tensor) -> Any:
-        if not torch.compiler.is_compiling():
-            change = self._change()
-            if change:
-                for site in self._sites:
-                    site.count_own_code(change)
-                return type(self._module).forward(self._module, x)
-        return self._forward(x)
-
-    def _change(self) -> str:
-        held = self._module._modules
-        for name, child in self._children:
-            if held.get(name) is not child:
-                return f"{name} was replaced after wrapping"
-        for inner in self._inside:
-            if "forward" in vars(inner):
-                return f"{type(inner).__qualname__} was patched after wrapping"
-            if inner._forward_hooks or inner._forward_pre_hooks:
-                return f"{type(inner).__qualname__} carries a foreign hook"
-        for part, settings in self._settings:
-            if not settings.hold():
-                return f"the settings of {type(part).__qualname__} were changed after wrapping"
-        return ""
-
-
-class _NormForward:
-    """The forward of a norm whose site decides: (x) to what its linears take.
-
-    If what it was proved with has changed since, the norm's own forward runs instead.
-    """
-
-    def __init__(self, site: Site, module: nn.Module) -> None:
-        self._site = site
-        self._module = module
-        self._settings = Settings(module)
-        self._vectors = _vectors(module)
-
-    def __call__(self, x: torch.Tensor) -> Any:
-        if not torch.compiler.is_compiling() and not self._holds():
-            self._site.count_own_code("its settings were changed after wrapping")
-            return self._site.own_rows_of(type(self._module).forward(self._module, x), x)
-        return self._site(x, *self.vectors())
-
-    def vectors(self) -> tuple[torch.Tensor, ...]:
-        """What the site is handed beside the activation."""
-        return tuple(getattr(self._module, name) for name in self._vectors)
-
-    def _holds(self) -> bool:
-        return self._settings.hold() and _vectors(self._module) == self._vectors
-
-
-def _vectors(module: nn.Module) -> tuple[str, ...]:
-    """Which of (weight, bias) it has, in the order of a site's inputs."""
-    own = module._parameters
-    return tuple(
-        name
-        for name in ("weight", "bias")
-        if (own[name] if name in own else getattr(module, name, None)) is not None
-    )
 
 
 def _has_own_weight(module: nn.Module) -> bool:

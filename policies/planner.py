@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
-from typing import NamedTuple
 
 import torch
 
@@ -22,11 +21,11 @@ from ..fusion.site import Site
 from ..fusion.traffic import SiteTraffic
 from ..linear.batch_class import BatchClass
 from ..linear.branching import Place
-from ..linear.contract import InputContract
 from ..linear.parts import READS_RAW
 from ..linear.registry import LayerRegistry, RawReader
 from ..linear.routed import RoutedLayer
 from .base import Policy, RouteChoice, SiteState, allowed_routes
+from .obstacles import obstacle_of
 from .own import DynamicPolicy
 from .plan import OutOfService, Plan, SitePlan
 from .reasons import ReasonCode, code_of
@@ -39,13 +38,6 @@ _BY_ROW = frozenset({Route.DUAL, Route.ABSORBED})
 @dataclass(frozen=True)
 class _Withdrawn(Selection):
     """Of a producer that was taken out of service; the site is unfused then, by no other route."""
-
-
-class Obstacle(NamedTuple):
-    """Why a site can never be fused."""
-
-    code: ReasonCode
-    reason: str
 
 
 class Planner:
@@ -197,7 +189,7 @@ class Planner:
         self, site: Site, live: Mapping[int, str], policy: Policy, batch: BatchClass | None
     ) -> tuple[SitePlan, Selection]:
         readers = self.registry.raw_readers(site.layers[0], live.keys())
-        obstacle = self.obstacle(site)
+        obstacle = obstacle_of(site)
         # Where no producer exists, no adapter is to blame.
         if obstacle is None:
             fused = self._select(site, Route.FUSED)
@@ -281,32 +273,6 @@ class Planner:
             failed.append(f"not {choice.route}: {selection.reason}")
         return RouteChoice(Route.UNFUSED, "; ".join(failed)), Selection(None, rejected)
 
-    def obstacle(self, site: Site) -> Obstacle | None:
-        """Why the site can never be fused, whatever adapters are live; None if it can."""
-        facts = site.facts
-        if facts.semantics is None:
-            return Obstacle(ReasonCode.UNKNOWN_SEMANTICS, facts.reason)
-        if facts.other_readers:
-            reason = f"also read by {', '.join(facts.other_readers)}"
-            return Obstacle(ReasonCode.UNKNOWN_CONSUMER, reason)
-        contracts = [layer.kernel.contract for layer in site.layers]
-        if any(contract.key is None for contract in contracts):
-            names = [
-                f"{layer.name} (kernel {layer.kernel.name})"
-                for layer in site.layers
-                if layer.kernel.contract.key is None
-            ]
-            reason = f"takes no quantised input: {', '.join(names)}"
-            return Obstacle(ReasonCode.NO_QUANTISED_INPUT, reason)
-        for layer, contract in zip(site.layers, contracts, strict=True):
-            if not contracts[0].same_input(contract):
-                reason = (
-                    f"consumers disagree: {site.layers[0].name} takes {_describe(contracts[0])}, "
-                    f"{layer.name} takes {_describe(contract)}"
-                )
-                return Obstacle(ReasonCode.CONSUMERS_DISAGREE, reason)
-        return None
-
     def _may_carry_adapters(self, site: Site) -> bool:
         return self._adapters_possible and any(layer.takes_branches for layer in site.layers)
 
@@ -372,12 +338,6 @@ def _only_emulated(selection: Selection, fused: Selection) -> bool:
     """Whether a route would be emulated where another one of the site is not."""
     ours, plain = selection.producer, fused.producer
     return ours is not None and ours.emulated and plain is not None and not plain.emulated
-
-
-def _describe(contract: InputContract) -> str:
-    if contract.scale is None:
-        return str(contract.key)
-    return f"{contract.key} with scale {contract.scale.number:g}"
 
 
 def _site_plan(
