@@ -121,8 +121,6 @@ def test_a_router_named_as_a_module_is_refused_with_what_to_write(tmp_path: Path
     assert "in target_parameters: 'model.layers.0.mlp.gate.weight'" in caught.value.remedy
     # What it says is enough.
     named = [f"model.layers.{layer}.mlp.gate.weight" for layer in range(2)]
-    file.write_text(
-        json.dumps(config | {"target_modules": ["o_proj"], "target_parameters": named})
-    )
+    file.write_text(json.dumps(config | {"target_modules": ["o_proj"], "target_parameters": named}))
     served.adapters.load("routed", tmp_path)
     served.adapters.unload("routed")
