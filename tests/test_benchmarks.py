@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from branchline.core import FP8_DYNAMIC_TOKEN, FP8_STATIC_TENSOR, MXFP8
+from branchline.core.oracle import ActivationSemantics
+from branchline.fusion.producers.eager import eager_raw
+
 ROOT = Path(__file__).resolve().parent.parent
+# The root must not be on sys.path, where core/ or cli/ would import by bare name.
+_package = ModuleType("benchmarks")
+_package.__path__ = [str(ROOT / "benchmarks")]
+sys.modules.setdefault("benchmarks", _package)
+
+from benchmarks.gpu import compiled  # noqa: E402
+from benchmarks.gpu.producers import SITES  # noqa: E402
+from benchmarks.gpu.summary import summarise  # noqa: E402
+from benchmarks.harness import SCALE, eager_codes, random_bf16  # noqa: E402
 
 
 def run(*arguments: str) -> str:
@@ -57,9 +72,10 @@ def test_the_gpu_script_runs(tmp_path):
     out = tmp_path / "results.json"
     small = ["--device", "cpu", "--rows", "2", "--columns", "64", "--rounds", "1", "--no-verify"]
     small += ["--tokens", "2", "17", "--weights", "64x128", "--layers", "3x2x32x64"]
+    small += ["--only", "producers", "--only", "matmul", "--only", "experts"]
     run("benchmarks.gpu", *small, "--out", str(out))
     results = json.loads(out.read_text(encoding="utf-8"))
-    lines, matmuls = results["lines"], results["matmuls"]
+    lines, matmuls = results["lines"], results["matmul"]
     assert {line["producer"] for line in lines} == {"triton"}
     assert {line["route"] for line in lines} == {"fused", "dual", "absorbed"}
     assert all(line["microseconds"] > 0 for line in lines)
@@ -71,3 +87,87 @@ def test_the_gpu_script_runs(tmp_path):
     assert {line["kernel"] for line in grouped} >= triton
     assert {line["tokens"] for line in grouped} == {2, 17}
     assert all(line["microseconds"] > 0 for line in grouped)
+
+
+def test_the_script_for_gpus_runs_every_part_on_a_cpu(tmp_path):
+    done = subprocess.run(
+        ["bash", str(ROOT / "benchmarks" / "gpu" / "run.sh"), "--dry", "--out", str(tmp_path)],
+        env={**os.environ, "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))
+    parts = {part["name"]: part for part in summary["parts"]}
+    assert set(parts) == {"verify", "producers", "graphs", "routes", "matmul", "experts"}
+    assert all(
+        part["state"] == "ok" and part["lines"] and part["figures"] for part in parts.values()
+    )
+    # With what a machine needs to start, eight minutes.
+    assert sum(part["budget"] for part in parts.values()) <= 450
+    graphs = json.loads((tmp_path / "graphs.json").read_text(encoding="utf-8"))["graphs"]
+    assert {(line["policy"], line["captured"]) for line in graphs} == {
+        ("dynamic", False),
+        ("dual", False),
+        ("absorbed", False),
+    }
+    assert all(line["replays_equal_to_forwards"] == line["swaps"] + 1 for line in graphs)
+    routes = json.loads((tmp_path / "routes.json").read_text(encoding="utf-8"))["routes"]
+    assert {line["adapters"] for line in routes} == {0, 1, 8}
+    lines = json.loads((tmp_path / "producers.json").read_text(encoding="utf-8"))["lines"]
+    assert all(line["bytes_moved"] > 0 and line["share_of_bandwidth"] > 0 for line in lines)
+
+
+def test_a_part_that_is_ended_early_writes_what_it_has(tmp_path):
+    out = tmp_path / "matmul.json"
+    small = ["--device", "cpu", "--only", "matmul", "--tokens", "1", "--weights"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.gpu", *small, *["64x128"] * 5000, "--out", str(out)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "TFLOPS" in line:
+            break
+    process.terminate()
+    process.communicate(timeout=60)
+    assert process.returncode == 143
+    found = json.loads(out.read_text(encoding="utf-8"))
+    assert not found["finished"]
+    assert found["matmul"]
+
+
+def test_a_part_that_fails_hides_no_other(tmp_path):
+    line = {"scheme": "fp8", "kernel": "k", "microseconds": 2.0, "bfloat16_microseconds": 5.0}
+    found = {"device": "a GPU", "matmul": [line, {**line, "microseconds": 1.0}]}
+    (tmp_path / "matmul.json").write_text(json.dumps(found), encoding="utf-8")
+    (tmp_path / "verify.json").write_text("", encoding="utf-8")
+    parts = "verify\t1\t3\t80\nmatmul\t124\t60\t60\nexperts\t0\t9\t55\n"
+    (tmp_path / "parts.tsv").write_text(parts, encoding="utf-8")
+    summary = summarise(tmp_path)
+    assert not summary.ok
+    assert summary.device == "a GPU"
+    states = {part.name: (part.state, part.lines) for part in summary.parts}
+    assert states == {"verify": ("failed", 0), "matmul": ("timed out", 2), "experts": ("ok", 0)}
+    assert summary.parts[1].figures == {"fp8 by k": "3.75 (2.50 to 5.00) times bfloat16"}
+
+
+def test_torch_compile_is_given_the_same_pair():
+    for semantics in SITES:
+        x, other = random_bf16(7, 64), random_bf16(7, 64, seed=1)
+        gated = isinstance(semantics, ActivationSemantics)
+        inputs = (x, other) if not gated or semantics.gated else (x,)
+        inputs = inputs if gated else (x, other[0])
+        for key in (FP8_STATIC_TENSOR, FP8_DYNAMIC_TOKEN):
+            plain = compiled.plain(semantics, key, SCALE)
+            assert plain is not None
+            wanted = eager_codes(eager_raw(semantics, inputs).out, key)
+            # A reciprocal that is rounded beforehand may move a code to its neighbour, no further.
+            near = (
+                plain(*inputs).float() - wanted.float()
+            ).abs() <= wanted.float().abs() / 8 + 0.01
+            assert near.all(), (semantics, key)
+    assert compiled.pair(SITES[0], MXFP8, SCALE) is None

@@ -5,6 +5,7 @@ Every kernel that the device has for a scheme is measured, not only the one that
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -55,8 +56,8 @@ class Layer(NamedTuple):
 
 def run(
     device: str, tokens: tuple[int, ...], layers: tuple[str, ...], rounds: int
-) -> list[dict[str, Any]]:
-    """Every layer, scheme and kernel at every number of tokens; prints and returns one line each.
+) -> Iterator[dict[str, Any]]:
+    """Every layer, scheme and kernel at every number of tokens; prints and yields one line each.
 
     Args:
         device: where.
@@ -68,7 +69,6 @@ def run(
         ResultsDifferError: a kernel computes something else than the emulated one, or a token's
             bytes hang on how many others there are.
     """
-    lines = []
     for text in layers:
         layer = Layer.parse(text)
         experts, _, n, k = layer
@@ -82,9 +82,9 @@ def run(
             for kernel in _kernels(weight, layer, name, device):
                 for number in tokens:
                     line = _measure(kernel, emulated, plain, layer, number, rounds)
-                    lines.append({"scheme": name, **line})
-                    say(_row(lines[-1]))
-    return lines
+                    line = {"scheme": name, **line}
+                    say(_row(line))
+                    yield line
 
 
 def _contract(

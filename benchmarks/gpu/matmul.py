@@ -5,6 +5,7 @@ Every kernel that the device has for a scheme is measured, not only the one that
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,8 +55,8 @@ class Linear:
 
 def run(
     device: str, tokens: tuple[int, ...], weights: tuple[str, ...], rounds: int
-) -> list[dict[str, Any]]:
-    """Every scheme, weight and kernel at every number of rows; prints and returns one line each.
+) -> Iterator[dict[str, Any]]:
+    """Every scheme, weight and kernel at every number of rows; prints and yields one line each.
 
     Args:
         device: where.
@@ -66,7 +67,6 @@ def run(
     Raises:
         ResultsDifferError: a kernel computes something else than the emulated one.
     """
-    lines = []
     for size in weights:
         n, k = map(int, size.split("x"))
         plain = (random_bf16(n, k).float() / k**0.5).bfloat16().to(device)
@@ -74,9 +74,9 @@ def run(
             linear = _linear(name, plain, device)
             for kernel in _kernels(linear, device):
                 for rows in tokens:
-                    lines.append(_measure(linear, kernel, rows, device, rounds))
-                    say(_row(lines[-1]))
-    return lines
+                    line = _measure(linear, kernel, rows, device, rounds)
+                    say(_row(line))
+                    yield line
 
 
 def _linear(name: str, plain: torch.Tensor, device: str) -> Linear:

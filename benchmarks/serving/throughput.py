@@ -68,11 +68,13 @@ def save_adapters(shape: Shape, folder: Path, ranks: Sequence[int]) -> list[Path
     """Random adapters for every linear, one for each rank."""
     folders = []
     for index, rank in enumerate(ranks):
-        torch.manual_seed(index)
         config = LoraConfig(
             r=rank, lora_alpha=rank, target_modules="all-linear", init_lora_weights=False
         )
-        adapted = get_peft_model(shape.build(torch.float32), config)
+        base = shape.build(torch.float32)
+        # After the base, which seeds too: adapters of one content would share one slot.
+        torch.manual_seed(index + 1)
+        adapted = get_peft_model(base, config)
         adapted.save_pretrained(folder / f"adapter{index}")
         folders.append(folder / f"adapter{index}")
     return folders
