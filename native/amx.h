@@ -16,6 +16,8 @@ enum {
     TILES_ROWS_AT_ONCE = 512,
     TILES_INPUT_BYTES = 1 << 19,
     TILES_PANELS_AT_ONCE = 16,
+    SHORT_DEPTH = 128, /* DEPTH for a single tile of rows: leaves room in the nearest cache */
+    FEW = 3,           /* rows for which filling tiles costs more than they bring */
 };
 
 struct tile_shapes {
@@ -43,7 +45,7 @@ BL_INLINE void shape_tiles(int64_t rows)
 BL_INLINE bool tiles_serve(const struct bl_matmul *spec)
 {
     return spec->x_kind == BL_INPUT_E4M3 && spec->weight_kind == BL_WEIGHT_E4M3 &&
-           spec->block % TILE_INPUTS == 0 && DEPTH % spec->block == 0;
+           spec->block % TILE_INPUTS == 0 && SHORT_DEPTH % spec->block == 0;
 }
 
 /* --- decoding --- */
@@ -214,6 +216,77 @@ static void flat_panel(const struct tile_part *at, int64_t row, int64_t rows)
     }
 }
 
+/* --- few rows --- */
+
+/* What tiles would give, in registers: products are exact, so that only the order counts. */
+BL_INLINE void few_block(const struct tile *tile, int rows, const uint8_t *weights)
+{
+    vf sums[FEW][4], odd_or_even[2][FEW][4];
+    for (int i = 0; i < rows; i++)
+        for (int v = 0; v < 4; v++)
+            sums[i][v] = v_set(0.0f);
+    for (int64_t start = 0; start < tile->count; start += TILE_INPUTS) {
+        int64_t end = start + TILE_INPUTS < tile->count ? start + TILE_INPUTS : tile->count;
+        for (int i = 0; i < rows; i++)
+            for (int v = 0; v < 4; v++)
+                odd_or_even[0][i][v] = odd_or_even[1][i][v] = v_set(0.0f);
+        int64_t k = start;
+        for (; k + 2 <= end; k += 2)
+            for (int odd = 0; odd < 2; odd++) {
+                vf w[4];
+                __builtin_prefetch(weights + (k + odd + AHEAD) * BL_PANEL);
+                decode_group(weights + (k + odd) * BL_PANEL, w);
+                for (int i = 0; i < rows; i++) {
+                    vf value = v_set(tile->x[i * tile->x_stride + k + odd]);
+                    for (int v = 0; v < 4; v++)
+                        odd_or_even[odd][i][v] = v_fused(value, w[v], odd_or_even[odd][i][v]);
+                }
+            }
+        if (k < end) {
+            vf w[4];
+            decode_group(weights + k * BL_PANEL, w);
+            for (int i = 0; i < rows; i++) {
+                vf value = v_set(tile->x[i * tile->x_stride + k]);
+                for (int v = 0; v < 4; v++)
+                    odd_or_even[0][i][v] = v_fused(value, w[v], odd_or_even[0][i][v]);
+            }
+        }
+        for (int i = 0; i < rows; i++)
+            for (int v = 0; v < 4; v++)
+                sums[i][v] = v_add(sums[i][v],
+                                   v_add(odd_or_even[0][i][v], odd_or_even[1][i][v]));
+    }
+    add_block(tile, rows, 0, 0, 4, sums);
+}
+
+static void few_rows(const struct matmul_job *job, const struct part *part)
+{
+    const struct bl_matmul *spec = job->spec;
+    for (int64_t first = 0; first < spec->columns; first += job->depth) {
+        int64_t count = spec->columns - first < job->depth ? spec->columns - first : job->depth;
+        for (int64_t row = 0; row < part->rows; row++)
+            decode_input(spec, part->row + row, first, count, part->x + row * part->x_stride);
+        for (int64_t panel = 0; panel < part->panels; panel++)
+            for (int64_t k = 0; k < count; k += spec->block) {
+                const uint8_t *weights = spec->weight;
+                weights += ((part->panel + panel) * spec->columns + first + k) * BL_PANEL;
+                struct tile tile = {
+                    .x = part->x + k,
+                    .x_stride = part->x_stride,
+                    .total = part->total + panel * BL_PANEL,
+                    .total_stride = part->total_stride,
+                    .count = count - k < spec->block ? count - k : spec->block,
+                };
+                set_scales(&tile, spec, part, 0, part->panel + panel, first + k);
+                switch (part->rows) {
+                case 1: few_block(&tile, 1, weights); break;
+                case 2: few_block(&tile, 2, weights); break;
+                default: few_block(&tile, 3, weights);
+                }
+            }
+    }
+}
+
 /* --- one part of the output --- */
 
 static void tiles_of_panel(const struct tile_part *at)
@@ -255,9 +328,10 @@ static void place_rows(const struct matmul_job *job, const struct part *part, in
         memset(x + row * stride, 0, (size_t)stride * sizeof *x);
 }
 
-static void tiles_unit(const struct matmul_job *job, struct part *part, char *scratch)
+static void fill_tiles(const struct matmul_job *job, struct part *part, char *scratch)
 {
     const struct bl_matmul *spec = job->spec;
+    const int64_t slab = part->rows <= TILE_HEIGHT ? SHORT_DEPTH : DEPTH;
     const int64_t stride = job->depth + TILE_INPUTS;
     uint16_t *x = (uint16_t *)scratch, *weights = (uint16_t *)(scratch + job->weights_at);
     shape_tiles(part->rows);
@@ -265,9 +339,9 @@ static void tiles_unit(const struct matmul_job *job, struct part *part, char *sc
         int64_t count = spec->columns - k < job->depth ? spec->columns - k : job->depth;
         place_rows(job, part, k, count, x, stride);
         for (int64_t panel = 0; panel < part->panels; panel++)
-            for (int64_t done = 0; done < count; done += DEPTH) {
+            for (int64_t done = 0; done < count; done += slab) {
                 struct tile_part at = {spec, part, x + done, weights, stride, part->panel + panel,
-                                       k + done, count - done < DEPTH ? count - done : DEPTH};
+                                       k + done, count - done < slab ? count - done : slab};
                 const uint8_t *from = spec->weight;
                 from += (at.panel * spec->columns + at.k) * BL_PANEL;
                 place_weights(from, at.depth, weights);
@@ -278,6 +352,17 @@ static void tiles_unit(const struct matmul_job *job, struct part *part, char *sc
     for (int64_t row = 0; row < part->rows; row++)
         for (int64_t panel = 0; panel < part->panels; panel++)
             order_channels(part->total + row * part->total_stride + panel * BL_PANEL);
+}
+
+static void tiles_unit(const struct matmul_job *job, struct part *part, char *scratch)
+{
+    if (part->rows <= FEW)
+        few_rows(job, part);
+    else
+        fill_tiles(job, part, scratch);
+    /* A NaN's sign and payload would tell the two apart. */
+    for (int64_t i = 0; i < part->rows * part->total_stride; i += LANES)
+        v_store(part->total + i, v_from_bits(canonical_nan(v_load(part->total + i))));
 }
 
 /* Sizes of a job that the tiles serve; the rest is as for others. */

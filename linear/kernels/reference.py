@@ -32,7 +32,7 @@ def block_columns(weight_columns: int, input_columns: int) -> int:
 
 def tiles_serve(step: int) -> bool:
     """Whether block sums of `step` columns of codes are made on tiles, where there are tiles."""
-    return step % TILE_COLUMNS == 0 and (2 * BLOCK) % step == 0
+    return step % TILE_COLUMNS == 0 and BLOCK % step == 0
 
 
 def matmul(
