@@ -6,7 +6,7 @@ check adds to one list of findings, so that one attempt tells everything.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -294,7 +294,22 @@ def _check_strangers(check: _Check, strangers: Sequence[PartName]) -> None:
         ]
         if names:
             text = f"tensors that would not be used, because {why}: {listing(names)}"
-            check.findings.append(mismatch(text))
+            named = (check.rule.to_base(part.module) for part in strangers)
+            remedy = _by_parameter(check, named) if in_model else ""
+            check.findings.append(mismatch(text, remedy) if remedy else mismatch(text))
+
+
+def _by_parameter(check: _Check, modules: Iterable[str]) -> str:
+    """How a config names the routers and experts among `modules`; empty where there are none."""
+    targets = [t for name in dict.fromkeys(modules) for t in check.known.by_module.get(name, ())]
+    if not targets:
+        return ""
+    # Routers were linears once, and a linear's tensors are those of a parameter of one expert.
+    names = listing(check.experts.alias(target) for target in targets)
+    return (
+        "take these modules out of target_modules in adapter_config.json and name their "
+        f"parameters in target_parameters: {names}"
+    )
 
 
 def _check_modules(
@@ -341,7 +356,8 @@ def _select_targets(check: _Check, found: Mapping[str, Module]) -> set[str]:
     if others:
         kinds = check.tuner.kinds
         text = f"target_modules also selects what is no {kinds}: {listing(others)}"
-        check.findings.append(unsupported(text, f"train the adapter on {kinds}s only"))
+        remedy = _by_parameter(check, others) or f"train the adapter on {kinds}s only"
+        check.findings.append(unsupported(text, remedy))
     if isinstance(config.target_modules, list):
         _note_unmatched(check, config.target_modules, found)
     return modules

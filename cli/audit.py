@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json as jsonlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,18 +14,23 @@ from pydantic import Field, TypeAdapter, ValidationError
 from ..core.devices import DEVICE_KINDS
 from ..core.errors import BranchlineError, ConfigError
 from ..serving.config import WrapConfig
+from .audit_output import FIRED, INCOMPLETE, code_of, told, write, write_diff
 from .options import help_of, with_settings
-from .output import console, note, print_json, results_only_on_stdout
+from .output import console, note, results_only_on_stdout
 from .session import AdapterOption, CalibrationOption, JsonOption, Session
 
 if TYPE_CHECKING:
+    from ..policies.audit.diff import AuditDiff
     from ..policies.audit.report import AuditReport
+    from ..policies.audit.rules import Rule
 
-#: Part of the audit could not be answered.
-INCOMPLETE = 2
-
-ModelArgument = Annotated[
-    str, typer.Argument(metavar="MODEL", help="Folder of a transformers checkpoint.")
+TargetsArgument = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="MODEL | URL | diff BEFORE AFTER",
+        help="Folder of a transformers checkpoint; address of a running server (http://...); or "
+        "two audits that were saved with --json, to be compared.",
+    ),
 ]
 PolicyOption = Annotated[
     list[str] | None,
@@ -32,6 +38,10 @@ PolicyOption = Annotated[
         help=f"{help_of(WrapConfig.model_fields['policy'])} Repeatable: routes and costs are "
         "shown under each."
     ),
+]
+CompareOption = Annotated[
+    tuple[str, str] | None,
+    typer.Option(metavar="POLICY POLICY", help="Show what changes from one policy to another."),
 ]
 AdaptersDirOption = Annotated[
     Path | None,
@@ -65,47 +75,172 @@ LoadOption = Annotated[
         "--load", help="Load the weights and wrap the model, in the place of reading headers alone."
     ),
 ]
+FailOnOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="RULE",
+        help="Exit with 1 where RULE is true, such as 'unfused>10%', 'adapter:sql unfused>3', "
+        "'bytes>25%', 'reason:hook', 'kernel:emulated', mismatch; of a comparison: worse. "
+        "Repeatable.",
+    ),
+]
+HtmlOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write one HTML file that needs nothing else.")
+]
+MarkdownOption = Annotated[bool, typer.Option("--markdown", help="Print Markdown.")]
+KeyOption = Annotated[
+    str | None, typer.Option(envvar="BRANCHLINE_ADMIN_KEY", help="Of a server: an admin key.")
+]
+WatchOption = Annotated[
+    bool, typer.Option("--watch", help="Of a server: show its routes live, until Ctrl-C.")
+]
+IntervalOption = Annotated[
+    float, typer.Option(min=0.1, help="With --watch: seconds between two looks.")
+]
+
+#: The rule of comparisons.
+_WORSE = "worse"
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How the report is told, and what it must not say."""
+
+    json: bool
+    markdown: bool
+    html: Path | None
+    fail_on: tuple[str, ...]
+    compare: tuple[str, str] | None
+
+    @property
+    def compares(self) -> bool:
+        return self.compare is not None
 
 
 @with_settings(WrapConfig, without=("policy",))
 def audit(
-    model: ModelArgument,
+    targets: TargetsArgument,
     *,
     adapter: AdapterOption = None,
     adapters_dir: AdaptersDirOption = None,
     traffic: TrafficOption = None,
     policy: PolicyOption = None,
+    compare: CompareOption = None,
     device: DeviceOption = None,
     tokens: TokensOption = 64,
     load: LoadOption = False,
     calibration: CalibrationOption = None,
+    api_key: KeyOption = None,
+    watch: WatchOption = False,
+    interval: IntervalOption = 2.0,
+    fail_on: FailOnOption = None,
     json: JsonOption = False,
+    markdown: MarkdownOption = False,
+    html: HtmlOption = None,
     settings: WrapConfig,
 ) -> None:
     """Show for every site who reads its output, its route for each set of adapters, and its cost.
 
     The sets are: no adapter, each adapter alone, all of them together.  Weights are not loaded:
-    config, headers and adapters tell all but what was calibrated.  Exit code 2 where a part could
-    not be read; the rest is shown all the same.
+    config, headers and adapters tell all but what was calibrated.  Exit code 0 where all is well, 1
+    where a rule of --fail-on fires, 2 where a part could not be audited (the rest is shown all the
+    same).
     """
-    _refuse_useless(load or calibration is not None, device, adapters_dir, traffic)
+    form = _Form(json, markdown, html, tuple(fail_on or ()), compare)
+    policies = list(dict.fromkeys((*(policy or ()), *(compare or ()))))
     try:
-        settings = _with_policy(settings, policy)
-        session = Session(Path(model), adapter or (), calibration, settings)
-        with results_only_on_stdout():
-            if load or calibration is not None:
-                report = session.serve().audit(policy=policy, tokens=tokens)
-            else:
-                report = _of_folder(session, policy, device, tokens, _fleet(adapters_dir, traffic))
+        if targets[0] == "diff" and len(targets) > 1:
+            code = _diff(targets[1:], form)
+        elif len(targets) > 1:
+            raise typer.BadParameter(f"one model, not {len(targets)}: {' '.join(targets)}")
+        elif targets[0].startswith(("http://", "https://")):
+            _refuse_of_servers(adapter, adapters_dir, device, load, calibration)
+            code = _of_server(targets[0], api_key, policies, tokens, form, watch, interval)
+        else:
+            if watch:
+                raise typer.BadParameter("is for a running server", param_hint="--watch")
+            _refuse_useless(load or calibration is not None, device, adapters_dir, traffic)
+            settings = _with_policy(settings, policies)
+            session = Session(Path(targets[0]), adapter or (), calibration, settings)
+            rules = _rules(form)
+            with results_only_on_stdout():
+                if load or calibration is not None:
+                    report = session.serve().audit(policy=policies, tokens=tokens)
+                else:
+                    fleet = _fleet(adapters_dir, traffic)
+                    report = _of_folder(session, policies, device, tokens, fleet)
+            code = _finish(report, rules, form)
     except BranchlineError as error:
         note("error: " + " ".join(str(error).split()))
         raise typer.Exit(INCOMPLETE) from error
-    if json:
-        print_json(report.model_dump_json(indent=2))
-    else:
-        report.render(console())
-    if report.problems:
-        raise typer.Exit(INCOMPLETE)
+    if code:
+        raise typer.Exit(code)
+
+
+# --- what is asked for ---------------------------------------------------------------------------
+
+
+def _rules(form: _Form) -> tuple[Rule, ...]:
+    from ..policies.audit.rules import Rule
+
+    return tuple(Rule.parse(text) for text in form.fail_on if text != _WORSE or not form.compares)
+
+
+def _finish(report: AuditReport, rules: Sequence[Rule], form: _Form) -> int:
+    """Tell the report as it was asked for; the exit code."""
+    fired = told(report, rules)
+    code = code_of(report, fired)
+    if form.compare is None:
+        write(report, fired, json=form.json, markdown=form.markdown, html=form.html)
+        return code
+    from ..policies.audit.diff import compare
+
+    return max(code, _tell_diff(compare(report, *form.compare), form))
+
+
+def _tell_diff(found: AuditDiff, form: _Form) -> int:
+    write_diff(found, json=form.json)
+    return FIRED if found.worse and _WORSE in form.fail_on else 0
+
+
+def _diff(paths: Sequence[str], form: _Form) -> int:
+    if len(paths) != 2:
+        raise typer.BadParameter("diff takes two saved audits: diff BEFORE.json AFTER.json")
+    if unknown := [rule for rule in form.fail_on if rule != _WORSE]:
+        raise typer.BadParameter(f"of two audits: worse, not {unknown[0]}", param_hint="--fail-on")
+    from ..policies.audit.diff import diff
+    from ..policies.audit.schema import read_report
+
+    before, after = (read_report(Path(path)) for path in paths)
+    return _tell_diff(diff(before, after), form)
+
+
+def _of_server(
+    url: str,
+    api_key: str | None,
+    policies: list[str],
+    tokens: int,
+    form: _Form,
+    watches: bool,
+    interval: float,
+) -> int:
+    from ..serving.remote_audit import RemoteAudit
+
+    rules = _rules(form)
+    with RemoteAudit(url, api_key, policies) as remote:
+        if watches:
+            from .watch import watch
+
+            watch(remote.report, console(), interval)
+            return 0
+        return _finish(remote.report(tokens), rules, form)
+
+
+def _refuse_of_servers(*given: object) -> None:
+    flags = ("--adapter", "--adapters-dir", "--device", "--load", "--calibration")
+    for flag, value in zip(flags, given, strict=True):
+        if value:
+            raise typer.BadParameter("is the running server's matter", param_hint=flag)
 
 
 def _refuse_useless(

@@ -50,6 +50,10 @@ class WrapError(BranchlineError):
     """A model, or a part of one, that cannot be wrapped."""
 
 
+class RemoteAuditError(BranchlineError):
+    """A server whose audit cannot be had."""
+
+
 class ContractError(BranchlineError, TypeError):
     """The contract between producers and consumers was broken."""
 

@@ -36,8 +36,8 @@ class SitePlan:
     Attributes:
         site: its name.
         route: what it does.
+        code: why, as a word.
         reason: why.
-        code: the same as a stable identifier.
         producer: name of the chosen producer; "" where unfused.
         emulated: the producer saves no memory traffic.
         rejected: producers that were passed over, with reasons.
@@ -48,6 +48,7 @@ class SitePlan:
 
     site: str
     route: Route
+    code: ReasonCode
     reason: str
     producer: str
     emulated: bool
@@ -55,7 +56,6 @@ class SitePlan:
     key: QuantKey | None
     raw_readers: tuple[str, ...]
     blame: tuple[str, ...]
-    code: ReasonCode = ReasonCode.POLICY
 
 
 @dataclass(frozen=True)

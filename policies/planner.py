@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
+from typing import NamedTuple
 
 import torch
 
@@ -28,16 +29,23 @@ from ..linear.routed import RoutedLayer
 from .base import Policy, RouteChoice, SiteState, allowed_routes
 from .own import DynamicPolicy
 from .plan import OutOfService, Plan, SitePlan
-from .reasons import ReasonCode, code_of_readers
+from .reasons import ReasonCode, code_of
 
 _KEPT_PLANS = 1024
-_EMULATED_ONLY = "only emulated"
+_ONLY_EMULATED = "only emulated"
 _BY_ROW = frozenset({Route.DUAL, Route.ABSORBED})
 
 
 @dataclass(frozen=True)
 class _Withdrawn(Selection):
     """Of a producer that was taken out of service; the site is unfused then, by no other route."""
+
+
+class Obstacle(NamedTuple):
+    """Why a site can never be fused."""
+
+    code: ReasonCode
+    reason: str
 
 
 class Planner:
@@ -191,17 +199,24 @@ class Planner:
         readers = self.registry.raw_readers(site.layers[0], live.keys())
         obstacle = self.obstacle(site)
         # Where no producer exists, no adapter is to blame.
-        fused = Selection(None, (), obstacle) if obstacle else self._select(site, Route.FUSED)
+        if obstacle is None:
+            fused = self._select(site, Route.FUSED)
+        else:
+            fused = Selection(None, (), obstacle.reason)
+        code = obstacle.code if obstacle else ReasonCode.NO_PRODUCER
         if fused.producer is None:
             choice, selection = RouteChoice(Route.UNFUSED, fused.reason), fused
-            code = self._obstacle_code(site) if obstacle else ReasonCode.NO_PRODUCER
             if isinstance(fused, _Withdrawn):
                 code = ReasonCode.OUT_OF_SERVICE
         else:
             state = self._state(site, live, readers, batch)
             choices = _checked(policy, state, site, policy.choose(state))
             choice, selection = self._first_possible(site, choices, readers, fused)
-            code = _code(choice.route, choices[0].route, selection, readers)
+            code = code_of(choice.route, readers)
+            if isinstance(selection, _Withdrawn):
+                code = ReasonCode.OUT_OF_SERVICE
+            elif choice.route == Route.UNFUSED and _ONLY_EMULATED in choice.reason:
+                code = ReasonCode.EMULATED
         return _site_plan(site, choice, code, selection, readers), selection
 
     def _state(
@@ -258,9 +273,7 @@ class Planner:
                 reason = "; ".join([*failed, selection.reason])
                 return RouteChoice(Route.UNFUSED, reason), _Withdrawn(None, rejected)
             if _only_emulated(selection, fused):
-                name = "" if selection.producer is None else selection.producer.name
-                rejected = (*rejected, Rejection(name, _EMULATED_ONLY))
-                failed.append(f"not {choice.route}: {_EMULATED_ONLY}")
+                failed.append(f"not {choice.route}: {_ONLY_EMULATED}")
                 continue
             if selection.producer is not None or choice.route == Route.UNFUSED:
                 reason = "; ".join([choice.reason, *failed])
@@ -268,13 +281,14 @@ class Planner:
             failed.append(f"not {choice.route}: {selection.reason}")
         return RouteChoice(Route.UNFUSED, "; ".join(failed)), Selection(None, rejected)
 
-    def obstacle(self, site: Site) -> str:
-        """Why the site can never be fused, whatever adapters are live; empty if it can."""
+    def obstacle(self, site: Site) -> Obstacle | None:
+        """Why the site can never be fused, whatever adapters are live; None if it can."""
         facts = site.facts
         if facts.semantics is None:
-            return facts.reason
+            return Obstacle(ReasonCode.UNKNOWN_SEMANTICS, facts.reason)
         if facts.other_readers:
-            return f"also read by {', '.join(facts.other_readers)}"
+            reason = f"also read by {', '.join(facts.other_readers)}"
+            return Obstacle(ReasonCode.UNKNOWN_CONSUMER, reason)
         contracts = [layer.kernel.contract for layer in site.layers]
         if any(contract.key is None for contract in contracts):
             names = [
@@ -282,24 +296,16 @@ class Planner:
                 for layer in site.layers
                 if layer.kernel.contract.key is None
             ]
-            return f"takes no quantised input: {', '.join(names)}"
+            reason = f"takes no quantised input: {', '.join(names)}"
+            return Obstacle(ReasonCode.NO_QUANTISED_INPUT, reason)
         for layer, contract in zip(site.layers, contracts, strict=True):
             if not contracts[0].same_input(contract):
-                return (
+                reason = (
                     f"consumers disagree: {site.layers[0].name} takes {_describe(contracts[0])}, "
                     f"{layer.name} takes {_describe(contract)}"
                 )
-        return ""
-
-    def _obstacle_code(self, site: Site) -> ReasonCode:
-        """The code of `obstacle`, where there is one."""
-        if site.facts.semantics is None:
-            return ReasonCode.NO_SEMANTICS
-        if site.facts.other_readers:
-            return ReasonCode.UNKNOWN_CONSUMER
-        if any(layer.kernel.contract.key is None for layer in site.layers):
-            return ReasonCode.NO_QUANTISED_INPUT
-        return ReasonCode.CONSUMERS_DISAGREE
+                return Obstacle(ReasonCode.CONSUMERS_DISAGREE, reason)
+        return None
 
     def _may_carry_adapters(self, site: Site) -> bool:
         return self._adapters_possible and any(layer.takes_branches for layer in site.layers)
@@ -368,16 +374,6 @@ def _only_emulated(selection: Selection, fused: Selection) -> bool:
     return ours is not None and ours.emulated and plain is not None and not plain.emulated
 
 
-def _code(
-    route: Route, wanted: Route, selection: Selection, readers: tuple[RawReader, ...]
-) -> ReasonCode:
-    if isinstance(selection, _Withdrawn):
-        return ReasonCode.OUT_OF_SERVICE
-    if route != wanted and any(r.reason == _EMULATED_ONLY for r in selection.rejected):
-        return ReasonCode.EMULATED
-    return code_of_readers(readers, route)
-
-
 def _describe(contract: InputContract) -> str:
     if contract.scale is None:
         return str(contract.key)
@@ -396,8 +392,8 @@ def _site_plan(
     return SitePlan(
         site=site.facts.name,
         route=choice.route,
-        reason=choice.reason,
         code=code,
+        reason=choice.reason,
         producer=chosen.name if chosen else "",
         emulated=chosen.emulated if chosen else False,
         rejected=selection.rejected,

@@ -1,4 +1,4 @@
-"""Stable identifiers of why a site takes the route it takes; rules and tools name them."""
+"""Why a site takes its route, as a word that rules and programs can rely on."""
 
 from __future__ import annotations
 
@@ -9,29 +9,23 @@ from ..linear.registry import RawReader
 
 
 class ReasonCode(StrEnum):
-    """Why a site takes its route; the text beside it says more, and may change.
+    """The reason of a route; the text beside it says more and may change.
 
-    Attributes:
-        FREE: nobody reads raw: fused.
-        RAW_READER: an adapter's branch reads the raw activation.
-        CHANGED_INPUT: an adapter changes what the linears read before they multiply it.
-        HOOK: a forward hook reads it.
-        UNKNOWN_CONSUMER: something else reads it that is no known linear.
-        NO_SEMANTICS: nothing known equals what the site computes.
-        NO_QUANTISED_INPUT: a consumer's kernel takes no codes.
-        CONSUMERS_DISAGREE: the consumers take different codes.
-        NO_PRODUCER: no producer can make the codes here.
-        EMULATED: the route that the policy wanted is only emulated here.
-        OUT_OF_SERVICE: a producer was withdrawn, because it gave other numbers.
-        POLICY: the policy preferred it, though another route was allowed.
+    `planned`: a producer writes codes.  Of unfused sites: `adapter`, `hook` or `unknown-consumer`
+    reads the activation raw; `changed-input`: an adapter changes it before the linears;
+    `unknown-semantics`: nothing known equals what the site computes; `no-quantised-input`: a
+    consumer takes no codes; `consumers-disagree`: they take different ones; `no-producer`: none
+    serves the site here; `emulated`: what the policy preferred would only be emulated here;
+    `out-of-service`: a self-check withdrew it; `policy`: the policy chose so
+    though nobody reads raw.
     """
 
-    FREE = "free"
-    RAW_READER = "raw-reader"
-    CHANGED_INPUT = "changed-input"
+    PLANNED = "planned"
+    ADAPTER = "adapter"
     HOOK = "hook"
     UNKNOWN_CONSUMER = "unknown-consumer"
-    NO_SEMANTICS = "no-semantics"
+    CHANGED_INPUT = "changed-input"
+    UNKNOWN_SEMANTICS = "unknown-semantics"
     NO_QUANTISED_INPUT = "no-quantised-input"
     CONSUMERS_DISAGREE = "consumers-disagree"
     NO_PRODUCER = "no-producer"
@@ -40,20 +34,19 @@ class ReasonCode(StrEnum):
     POLICY = "policy"
 
 
-def code_of_readers(readers: tuple[RawReader, ...], route: Route) -> ReasonCode:
-    """The code of a route that a policy chose, where producers were possible; pure.
+def code_of(route: Route, readers: tuple[RawReader, ...]) -> ReasonCode:
+    """The code of a site that could be fused.
 
     Args:
-        readers: who reads the site's output raw.
-        route: what was chosen.
+        route: that it takes.
+        readers: who reads its output raw.
     """
+    if route != Route.UNFUSED:
+        return ReasonCode.PLANNED
     kinds = {reader.kind for reader in readers}
-    if "unknown" in kinds:
-        return ReasonCode.UNKNOWN_CONSUMER
-    if "hook" in kinds:
-        return ReasonCode.HOOK
+    for kind, code in (("unknown", ReasonCode.UNKNOWN_CONSUMER), ("hook", ReasonCode.HOOK)):
+        if kind in kinds:
+            return code
     if any(reader.changes_input for reader in readers):
         return ReasonCode.CHANGED_INPUT
-    if readers:
-        return ReasonCode.RAW_READER
-    return ReasonCode.FREE if route == Route.FUSED else ReasonCode.POLICY
+    return ReasonCode.ADAPTER if readers else ReasonCode.POLICY

@@ -146,7 +146,7 @@ class WrapConfig(Settings):
     float_kernel: Annotated[
         FloatKernel,
         Field(
-            description="What multiplies unquantised linears, the output head above all: torch; "
+            description="What multiplies unquantised linears, the output head above all, and experts: torch; "
             "native (the C kernels, for bfloat16 on a CPU; refuses if they cannot run); auto "
             "(native where it runs)."
         ),

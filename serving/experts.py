@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 
 import torch
@@ -16,14 +17,17 @@ from ..linear.calibration import Calibration
 from ..linear.experts.find import FoundExperts, find_experts, stored_weight
 from ..linear.experts.form import ExpertsForm
 from ..linear.experts.kernels.base import GroupedKernel
+from ..linear.experts.kernels.each import FloatExperts
+from ..linear.experts.kernels.native_bf16 import NativeBf16Experts
 from ..linear.experts.kernels.selection import build_grouped_kernel
 from ..linear.experts.layer import ExpertsLinear
 from ..linear.experts.quantized import QuantizedExperts
 from ..linear.experts.shard import ExpertsShard
 from ..linear.hooks import move_hooks, unwatch_hooks
+from ..linear.kernels.float_selection import FloatKernel
 from ..linear.registry import LayerRegistry, Unwrapped
 from ..linear.weights import replace_module
-from .expert_kernels import float_experts, quantized_experts
+from .expert_kernels import float_experts, quantized_experts, unquantized_experts
 from .experts_proof import ExpertsProof
 
 
@@ -52,6 +56,7 @@ class ModelExperts:
         self._force = force
         self._shards = shards
         self._routed: list[RoutedExperts] = []
+        self._owners: Counter[int] = Counter()
 
     @property
     def projections(self) -> dict[str, ExpertsLinear]:
@@ -70,6 +75,7 @@ class ModelExperts:
         """
         found, refused = find_experts(self._model)
         self._registry.unwrapped += [Unwrapped(name, reason) for name, reason in refused.items()]
+        self._owners = _owners(self._model)
         proof = ExpertsProof()
         for name, experts in found.items():
             module = experts.module
@@ -168,13 +174,57 @@ class ModelExperts:
             ScaleError: weights that are not finite.
         """
         left = set(skipped)
+        for routed, layer, _ in self._unquantized():
+            if layer.name not in left:
+                layer.kernel = quantized_experts(
+                    layer, routed.form, scheme, ranges, platform, self._force
+                )
+
+    def choose_float_kernels(self, choice: FloatKernel, platform: Platform) -> None:
+        """Of what stays unquantised; until now the model's own weights were there to be read.
+
+        Args:
+            choice: what was asked for.
+            platform: facts about the device of the weights.
+
+        Raises:
+            KernelUnavailableError: the C kernels were asked for and cannot serve it (I14).
+        """
+        for routed, layer, module in self._unquantized():
+            if not isinstance(layer.kernel, FloatExperts):
+                continue
+            # Registered before the weight goes, and for whatever kernel is there at the end.
+            self._undo.callback(_give_back, layer)
+            weight = module.get_parameter(layer.name.rpartition(".")[2])
+            layer.kernel = unquantized_experts(
+                layer,
+                module,
+                routed.form,
+                platform,
+                choice,
+                keeps_weight=self._owners[id(weight)] > 1,
+            )
+
+    def _unquantized(self) -> Iterator[tuple[RoutedExperts, ExpertsLinear, nn.Module]]:
+        """Every projection whose checkpoint holds no codes, and the model's own experts."""
         for routed in self._routed:
             module = routed.down.original
             assert module is not None
-            if isinstance(module, QuantizedExperts):
-                continue
-            for layer in (routed.up, routed.down):
-                if layer.name not in left:
-                    layer.kernel = quantized_experts(
-                        layer, routed.form, scheme, ranges, platform, self._force
-                    )
+            if not isinstance(module, QuantizedExperts):
+                for layer in (routed.up, routed.down):
+                    yield routed, layer, module
+
+
+def _owners(model: nn.Module) -> Counter[int]:
+    """How many modules have a parameter, by its identity."""
+    return Counter(
+        id(parameter)
+        for module in model.modules()
+        for parameter in module._parameters.values()
+        if parameter is not None
+    )
+
+
+def _give_back(layer: ExpertsLinear) -> None:
+    if isinstance(layer.kernel, NativeBf16Experts):
+        layer.kernel.give_back()

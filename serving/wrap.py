@@ -376,6 +376,7 @@ class Wrapping:
                 weight_read=layer.weight_was_read,
                 keeps_weight=name in tied,
             )
+        self.experts.choose_float_kernels(self.config.float_kernel, self._platform(self._device()))
 
     def _note_ties(self, originals: dict[str, FoundLinear], skipped: set[str]) -> None:
         """Say which linears share their weight with another module, and what became of it."""

@@ -24,6 +24,7 @@ from tests.helpers import make_tokenizer
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+COMMAND_LINE = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -134,8 +135,9 @@ def test_the_table_of_errors_is_that_of_the_code():
     assert named == {cls.__name__ for cls in AdapterError.__subclasses__()}
 
 
-def test_the_picture_stands_alone():
-    picture = (ROOT / "docs" / "data-flow.svg").read_text(encoding="utf-8")
+@pytest.mark.parametrize("name", ["data-flow.svg", "images/line.svg"])
+def test_pictures_stand_alone(name):
+    picture = (ROOT / "docs" / name).read_text(encoding="utf-8")
     outside = re.findall(r"(?:href|src|url)\s*[=(]\s*[\"']?(?!#)[\w/]", picture)
     assert not outside
 
@@ -193,17 +195,17 @@ def test_python_blocks_run(path, workplace, monkeypatch, capsys):
         assert capsys.readouterr().out
 
 
-def test_the_readme_shows_every_command():
+def test_every_command_is_shown():
     shown = {arguments[0] for arguments in commands()}
     group: Any = typer.main.get_command(app)
     assert shown == set(group.list_commands(None))
 
 
-def test_the_readme_shows_what_inspect_prints(monkeypatch):
+def test_what_inspect_prints_is_shown(monkeypatch):
     """As far as it takes no model."""
     monkeypatch.chdir(ROOT)
     monkeypatch.delenv("COLUMNS", raising=False)
-    (shown,) = [text for text in blocks(README, "text") if text.startswith("adapter LORA")]
+    (shown,) = [text for text in blocks(COMMAND_LINE, "text") if text.startswith("adapter LORA")]
     done = CliRunner().invoke(app, ["inspect", "examples/adapters/json"])
     assert done.exit_code == 0, done.output
     printed = [line.rstrip() for line in done.stdout.splitlines()]
@@ -211,8 +213,8 @@ def test_the_readme_shows_what_inspect_prints(monkeypatch):
     assert f"digest {describe_adapter(ROOT / 'examples/adapters/json').digest}" in printed
 
 
-def test_the_readme_s_audit_shows_the_adapters_that_are_there():
-    (shown,) = [text for text in blocks(README, "text") if text.startswith("policy ")]
+def test_the_audit_that_is_shown_has_the_adapters_that_are_there():
+    (shown,) = [text for text in blocks(COMMAND_LINE, "text") if text.startswith("policy ")]
     row = re.compile(r"^(\w+) +LORA +(\d+) +(\d+) .* ([0-9a-f]{12})$", re.MULTILINE)
     rows = row.findall(shown)
     assert len(rows) == 2
@@ -234,9 +236,15 @@ def test_command_lines_parse(arguments):
 @pytest.mark.parametrize("arguments", [c for c in commands() if c[0] != "serve"], ids=" ".join)
 def test_command_lines_run(arguments, workplace, monkeypatch):
     monkeypatch.chdir(workplace)
+    monkeypatch.setenv("COLUMNS", "200")
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
-    said = {"inspect": "linears", "quantize": "linears quantised", "verify": "pass"}
+    said = {
+        "inspect": "linears",
+        "quantize": "linears quantised",
+        "simulate": "lost to",
+        "verify": "pass",
+    }
     assert said.get(arguments[0], "fused") in done.stdout
 
 

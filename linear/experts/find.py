@@ -126,6 +126,13 @@ def stored_bias(module: nn.Module, form: ExpertsForm, projection: str) -> torch.
     return in_order(bias.unsqueeze(2), form, projection).squeeze(2)
 
 
+def as_stored(weight: torch.Tensor, form: ExpertsForm, projection: str) -> torch.Tensor:
+    """What `stored_weight` was taken from: gates and ups take turns again where they did."""
+    if form.interleaved and projection == form.up_name:
+        weight = torch.stack(weight.chunk(2, 1), 2).flatten(1, 2)
+    return weight.mT if form.transposed else weight
+
+
 def in_order(channels: torch.Tensor, form: ExpertsForm, projection: str) -> torch.Tensor:
     """(E, N, ...) as stored, with all gates before all ups; a view where nothing moves."""
     if not form.interleaved or projection != form.up_name:

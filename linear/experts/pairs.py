@@ -47,8 +47,11 @@ class Pairs:
         Args:
             index: (T, k), integers: the expert of each choice.
             experts: E.
-            partial: choices may name experts outside of [0, E), which are not here; nothing waits
-                for the device to find out.
+            partial: choices may name experts outside of [0, E), which are not here.
+
+        A choice outside of [0, E) that is not allowed is refused where its value can be looked at.
+        Elsewhere that would wait for the device: nobody computes it, and it adds nothing to its
+        token, so that pairs are always `partial` there.
 
         Raises:
             ContractError: `index` has other dimensions, or, on the CPU and not `partial`, names an
@@ -75,10 +78,11 @@ class Pairs:
         """As `of`, of choices (T, k), by torch: the definition, on any device."""
         flat = index.reshape(-1)
         here = (flat >= 0) & (flat < experts)
-        if partial:
-            flat = torch.where(here, flat, experts)
-        elif flat.device.type == "cpu" and not bool(here.all()):
-            _refuse_absent(experts)
+        if not partial and can_look(index):
+            if not bool(here.all()):
+                _refuse_absent(experts)
+        else:
+            partial, flat = True, torch.where(here, flat, experts)
         expert, order = torch.sort(flat, stable=True)
         edges = torch.arange(experts + 1, dtype=expert.dtype, device=expert.device)
         offsets = torch.searchsorted(expert, edges, out_int32=True)
@@ -104,6 +108,11 @@ class Pairs:
     def bounds(self) -> tuple[int, ...]:
         """`offsets` as numbers; asking waits for the device, once."""
         return tuple(self.offsets.tolist())
+
+
+def can_look(index: torch.Tensor) -> bool:
+    """Whether choices can be checked without waiting for a device."""
+    return index.device.type == "cpu"
 
 
 def combine(out: torch.Tensor, weights: torch.Tensor, pairs: Pairs) -> torch.Tensor:

@@ -16,7 +16,6 @@ from ...core.errors import ConfigError
 from ...core.route import Route
 from ...fusion.discover import Unsited
 from ...fusion.site import Site
-from ...linear.batch_class import BatchClass
 from ...linear.checkpoint import ResolvedQuant
 from ...linear.experts.layer import ExpertsLinear
 from ...linear.kernels.base import BaseKernel
@@ -180,8 +179,7 @@ class _Audit:
 
     def _planned(self, names: tuple[str, ...], policy: Policy) -> _PlannedSet:
         live = self.audited.adapters.live(names)
-        batch = BatchClass.of(self.tokens, self.tokens if live else 0)
-        return _PlannedSet(policy.name, live, self.planner.plan(live, policy, batch))
+        return _PlannedSet(policy.name, live, self.traffic.plan(self.planner, live, policy))
 
     def _costs(self, info: AdapterInfo) -> ShapeCost:
         ((identity, name),) = self.audited.adapters.live([info.name]).items()
@@ -194,7 +192,11 @@ class _Audit:
     def _sites(self, planned: list[_PlannedSet]) -> Iterator[SiteReport]:
         base = self.book.base_loads()
         total = sum(load.moved for load in base)
-        for site, load in zip(self.planner.sites, base, strict=True):
+        # As the model has their linears, which is nearly as it runs them.
+        ordered = sorted(
+            zip(self.planner.sites, base, strict=True), key=lambda pair: pair[0].layers[0].index
+        )
+        for site, load in ordered:
             routes = tuple(self._route(site, one) for one in planned)
             yield _site(site, routes, load.moved / total if total else 0.0)
 
@@ -320,8 +322,8 @@ def _route(plan: SitePlan, planned: _PlannedSet, load: Load, tokens: int) -> Rou
         policy=planned.policy,
         adapters=planned.plan.adapters,
         route=str(plan.route),
-        reason=plan.reason,
         code=str(plan.code),
+        reason=plan.reason,
         producer=plan.producer,
         emulated=plan.emulated,
         rejected=tuple(Rejected(producer=r.name, reason=r.reason) for r in plan.rejected),

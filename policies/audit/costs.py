@@ -9,7 +9,6 @@ from typing import Literal
 
 from ...core.route import Route
 from ...fusion.site import Site
-from ...linear.batch_class import BatchClass
 from ..plan import Plan
 from ..planner import Planner
 from ..policy import Policy, make_policy
@@ -120,8 +119,7 @@ class CostBook:
         return found
 
     def _batch(self, live: Mapping[int, str], policy: Policy) -> _Batch:
-        batch = BatchClass.of(self._tokens, self._tokens if live else 0)
-        plan = self._planner.plan(live, policy, batch)
+        plan = self._traffic.plan(self._planner, live, policy)
         loads = (
             self._traffic.of(site, plan, live, Route(plan.routes[site.index]))
             for site in self._planner.sites

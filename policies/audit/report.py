@@ -23,17 +23,17 @@ class Rejected(ReportPart):
 class RouteReport(ReportPart):
     """One site's route for one adapter set under one policy.
 
+    `code` is the reason as a word (`ReasonCode`).
     `bytes_per_token` counts what the route writes and reads again until codes and shrunk rows are
     there, of a batch in which every row has one of the adapters, evenly spread; `seconds_per_token`
-    is what the device takes for that by the cost model.  `code` is `reason` as a stable identifier
-    (`ReasonCode`).
+    is what the device takes for that by the cost model.
     """
 
     policy: str
     adapters: tuple[str, ...]
     route: str
-    reason: str
     code: str
+    reason: str
     producer: str
     emulated: bool
     rejected: tuple[Rejected, ...]

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.table import Column, Table
 from rich.text import Text
 
 from ...core.selection import Rejection
+from .groups import adapter_groups, site_groups, without_index
 
 if TYPE_CHECKING:
-    from .report import AuditReport, Excluded, FleetReport, KernelReport, RouteReport, SiteReport
+    from .report import AuditReport, Excluded, FleetReport, KernelReport, RouteReport
 
 _BASE = "(no adapter)"
-_NAMES_SHOWN = 8
 # How the policies' reasons begin where they name every reader, which a table has no room for.
 _BY_ADAPTERS = ("read raw by", "raw rows for", "absorbs", "changed before the linears by")
 _COLOURS = {"fused": "green", "unfused": "yellow", "dual": "cyan", "absorbed": "blue"}
@@ -112,15 +112,11 @@ def _site_table(report: AuditReport) -> Table:
         "ran",
         show_lines=False,
     )
-    for name, group in _alike(report.sites):
-        first = group[0]
-        ran: dict[str, int] = {}
-        for site in group:
-            for route, count in site.ran.items():
-                ran[route] = ran.get(route, 0) + count
+    for group in site_groups(report.sites):
+        first, name, count, ran = group.first, group.name, len(group.sites), group.ran()
         for i, route in enumerate(first.routes):
             table.add_row(
-                (f"{name} (x{len(group)})" if len(group) > 1 else name) if i == 0 else "",
+                (f"{name} (x{count})" if count > 1 else name) if i == 0 else "",
                 Text((first.semantics or "?") if i == 0 else ""),
                 ", ".join(c.rpartition(".")[2] for c in first.consumers) if i == 0 else "",
                 *([route.policy] if several else []),
@@ -145,25 +141,6 @@ def _why(route: RouteReport) -> str:
     if route.blame and head.startswith(_BY_ADAPTERS):
         head = f"adapter {', '.join(route.blame)}"
     return "; ".join([head, *rest])
-
-
-def _without_index(name: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
-
-
-def _alike(sites: tuple[SiteReport, ...]) -> Iterator[tuple[str, list[SiteReport]]]:
-    """Sites that differ in nothing but the number of their layer, together."""
-    groups: dict[Any, list[SiteReport]] = {}
-    for site in sites:
-        key = (
-            _without_index(site.site),
-            site.semantics,
-            tuple((r.route, r.producer, _without_index(_why(r))) for r in site.routes),
-            bool(site.mismatches),
-        )
-        groups.setdefault(key, []).append(site)
-    for key, group in groups.items():
-        yield (key[0] if len(group) > 1 else group[0].site), group
 
 
 def _adapter_table(report: AuditReport) -> Table:
@@ -197,15 +174,11 @@ def _cost_table(report: AuditReport) -> Table:
         title=f"what adapters cost in batches of {report.tokens} tokens, {_source(report)}",
         title_justify="left",
     )
-    groups: dict[tuple[object, ...], list[str]] = {}
-    for adapter in report.adapters:
-        groups.setdefault((adapter.costs, adapter.advice), []).append(adapter.name)
-    by_name = {adapter.name: adapter for adapter in report.adapters}
-    for names in groups.values():
-        adapter = by_name[names[0]]
+    for group in adapter_groups(report):
+        adapter = group.first
         for i, cost in enumerate(adapter.costs):
             table.add_row(
-                _some(names) if i == 0 else "",
+                group.label() if i == 0 else "",
                 *([cost.policy] if len(report.policies) > 1 else []),
                 f"{cost.sites_unfused} / {cost.sites_dual} / {cost.sites_absorbed}",
                 f"{cost.extra_bytes_per_token:,.0f}",
@@ -220,12 +193,6 @@ def _cost_table(report: AuditReport) -> Table:
 def _source(report: AuditReport) -> str:
     measured = "measured" if report.device.measured else "estimated from the datasheet"
     return f"times for {report.device.kind} {measured}"
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:_NAMES_SHOWN])
-    more = len(names) - _NAMES_SHOWN
-    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def _fleet_table(fleet: FleetReport) -> Table:
@@ -263,7 +230,7 @@ def _excluded_table(title: str, entries: Iterable[Excluded | Rejection]) -> Tabl
     table = Table("name", "why", title=title, title_justify="left")
     groups: dict[tuple[str, str], int] = {}
     for entry in entries:
-        key = (_without_index(entry.name), _without_index(entry.reason))
+        key = (without_index(entry.name), without_index(entry.reason))
         groups[key] = groups.get(key, 0) + 1
     for (name, reason), count in groups.items():
         table.add_row(f"{name} (x{count})" if count > 1 else name, Text(reason))

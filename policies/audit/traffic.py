@@ -9,10 +9,13 @@ from ...core.quant_key import QuantKey
 from ...core.route import Route
 from ...fusion.site import Site
 from ...fusion.traffic import SiteTraffic
+from ...linear.batch_class import BatchClass
 from ...linear.parts import READS_RAW
 from ...linear.registry import LayerRegistry
 from ..cost.model import CostModel
 from ..plan import Plan
+from ..planner import Planner
+from ..policy import Policy
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,12 @@ class BatchTraffic:
         self._registry = registry
         self._model = model
         self._tokens = tokens
-        self._found: dict[tuple[str, SiteTraffic], dict[Route, Load]] = {}
+        self._found: dict[tuple[SiteTraffic, str], dict[Route, Load]] = {}
+
+    def plan(self, planner: Planner, live: Mapping[int, str], policy: Policy) -> Plan:
+        """The plan for such a batch, in which every row has an adapter if any has."""
+        batch = BatchClass.of(self._tokens, self._tokens if live else 0)
+        return planner.plan(live, policy, batch)
 
     def of(self, site: Site, plan: Plan, live: Mapping[int, str], route: Route) -> Load:
         """What `site` costs on `route`.
@@ -58,7 +66,7 @@ class BatchTraffic:
             # No codes are ever made: the activation is written, and its linears read it.
             moved = rows * site.facts.columns * site.facts.dtype.itemsize
             return Load(moved, moved / self._model.device.bandwidth)
-        return self._load(site.facts.kind, self._traffic(site, plan, live, key, rows), route)
+        return self._load(self._traffic(site, plan, live, key, rows), site.facts.kind, route)
 
     def _traffic(
         self, site: Site, plan: Plan, live: Mapping[int, str], key: QuantKey, rows: int
@@ -80,8 +88,8 @@ class BatchTraffic:
             shrink_width=sum(plan.shrink_ranks[layer.index] for layer in reading),
         )
 
-    def _load(self, kind: str, traffic: SiteTraffic, route: Route) -> Load:
-        loads = self._found.setdefault((kind, traffic), {})
+    def _load(self, traffic: SiteTraffic, kind: str, route: Route) -> Load:
+        loads = self._found.setdefault((traffic, kind), {})
         if route not in loads:
             seconds = self._model.site_seconds(traffic, route, kind)
             loads[route] = Load(traffic.bytes_moved(route), seconds)

@@ -126,6 +126,7 @@ class HollowWrapping(Wrapping):
                     weight_read=layer.weight_was_read,
                     keeps_weight=name in tied,
                 )
+        self.experts.choose_float_kernels(self.config.float_kernel, self.named)
 
 
 class HollowExperts(ModelExperts):

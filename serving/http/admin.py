@@ -6,7 +6,6 @@ The bodies, and what they are answered, are vLLM's; `/adapters` has SageMaker's 
 from __future__ import annotations
 
 import asyncio
-import io
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,6 @@ from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, Query, Request
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
-from rich.console import Console
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
 from ...adapters.file_names import CONFIG_NAME
@@ -30,7 +28,7 @@ from ...core.errors import (
     AdapterSourceError,
     ConfigError,
 )
-from ...policies.audit import AuditReport
+from ...policies.audit.page import page
 from .errors import ApiError
 from .gate import not_ready, version_facts
 from .logs import log_facts
@@ -42,7 +40,8 @@ logger = logging.getLogger("branchline.admin")
 
 _T = TypeVar("_T")
 
-_PAGE_COLUMNS = 160
+_MOST_POLICIES = 8
+_MOST_TOKENS = 1 << 20
 
 
 # --- what is asked -------------------------------------------------------------------------------
@@ -273,24 +272,23 @@ def _line(info: AdapterInfo, sites_unfused: int | None) -> dict[str, Any]:
 async def audit(
     state: State,
     form: Annotated[AuditFormat, Query(alias="format")] = AuditFormat.JSON,
+    policy: Annotated[list[str] | None, Query(max_length=_MOST_POLICIES)] = None,
+    tokens: Annotated[int, Query(ge=1, le=_MOST_TOKENS)] = 64,
 ) -> Response:
-    """Every site, who reads it, its route for each set of adapters, why, and what ran."""
+    """Every site, who reads it, its route for each set of adapters, why, its cost, what ran."""
 
     def made() -> Response:
-        report = state.served.audit()
+        try:
+            report = state.served.audit(policy=policy, tokens=tokens)
+        except ConfigError as error:
+            raise ApiError(400, str(error), type="InvalidUserInput", param="policy") from error
         if form is AuditFormat.HTML:
-            return HTMLResponse(_as_html(report))
+            return HTMLResponse(page(report))
         if form is AuditFormat.TEXT:
             return PlainTextResponse(str(report))
         return Response(report.model_dump_json(), media_type="application/json")
 
     return await _in_thread(state.look_threads, made)
-
-
-def _as_html(report: AuditReport) -> str:
-    console = Console(file=io.StringIO(), record=True, width=_PAGE_COLUMNS)
-    report.render(console)
-    return console.export_html(inline_styles=True)
 
 
 @router.get("/health")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from ...core.errors import ConfigError
 from ...core.route import Route
 from ...fusion.traffic import SiteTraffic
+from ...linear.batch_class import BatchClass
 from ...linear.experts.layer import ExpertsLinear
 from ...linear.parts import Part
 from ...linear.registry import Holder, Holding
@@ -113,7 +114,7 @@ class _Branched:
 class _Planned:
     """A batch's sites and branches, those that are alike together."""
 
-    sites: Mapping[tuple[SiteTraffic, Route], int]
+    sites: Mapping[tuple[SiteTraffic, Route, str], int]
     branches: Mapping[_Branched, int]
 
 
@@ -149,7 +150,7 @@ class ModelClock:
         }
         self._linears = Counter(map(self._linear, self._registry))
         self._cache_bytes = _cache_bytes(hollow)
-        self._planned: dict[tuple[Policy, frozenset[int]], _Planned] = {}
+        self._planned: dict[tuple[Policy, frozenset[int], BatchClass | None], _Planned] = {}
         self._seconds: dict[tuple[Policy, StepLoad], float] = {}
         self._enter()
 
@@ -218,7 +219,7 @@ class ModelClock:
         return found
 
     def _work_out(self, policy: Policy, load: StepLoad) -> float:
-        costs, planned = self._costs, self._plan(policy, load.kinds)
+        costs, planned = self._costs, self._plan(policy, load)
         linears = 0.0
         for one, number in self._linears.items():
             rows = load.tokens * one.rows
@@ -226,8 +227,8 @@ class ModelClock:
                 rows, one.inputs, one.outputs, one.weight_bytes
             )
         sites = sum(
-            number * costs.site_seconds(_scaled(traffic, load), route)
-            for (traffic, route), number in planned.sites.items()
+            number * costs.site_seconds(_scaled(traffic, load), route, kind)
+            for (traffic, route, kind), number in planned.sites.items()
         )
         return linears + sites + self._branch_seconds(load, planned)
 
@@ -242,16 +243,18 @@ class ModelClock:
             total += number * (seconds + more / costs.device.bandwidth)
         return total
 
-    def _plan(self, policy: Policy, kinds: frozenset[int]) -> _Planned:
-        found = self._planned.get((policy, kinds))
+    def _plan(self, policy: Policy, load: StepLoad) -> _Planned:
+        batch = BatchClass.of(load.tokens, load.adapter_tokens) if policy.by_batch else None
+        key = policy, load.kinds, batch
+        found = self._planned.get(key)
         if found is None:
-            live = {number: f"kind {number}" for number in kinds}
-            plan = self._hollow.planner.plan(live, policy)
-            found = self._planned[policy, kinds] = self._grouped(plan, kinds)
+            live = {number: f"kind {number}" for number in load.kinds}
+            plan = self._hollow.planner.plan(live, policy, batch)
+            found = self._planned[key] = self._grouped(plan, load.kinds)
         return found
 
     def _grouped(self, plan: Plan, kinds: frozenset[int]) -> _Planned:
-        sites: Counter[tuple[SiteTraffic, Route]] = Counter()
+        sites: Counter[tuple[SiteTraffic, Route, str]] = Counter()
         for site in self._hollow.planner.sites:
             key = site.common_key()
             if key is not None:
@@ -260,7 +263,7 @@ class ModelClock:
                 traffic = SiteTraffic(
                     rows, site.facts.columns, site.facts.dtype, key, rows if width else 0, width
                 )
-                sites[traffic, plan.routes[site.index]] += 1
+                sites[traffic, plan.routes[site.index], site.facts.kind] += 1
         branches = Counter(
             _Branched(
                 layer.in_features,

@@ -346,6 +346,14 @@ def test_configs_that_cannot_be_served(change, error, words, folder, facts):
         read(folder, facts["mixtral"])
 
 
+def test_tensors_of_experts_that_no_parameter_names(folder, facts):
+    edit_config(folder, target_parameters=None)
+    with pytest.raises(AdapterMismatchError) as caught:
+        read(folder, facts["mixtral"])
+    assert "name their parameters in target_parameters: " in caught.value.remedy
+    assert "'model.layers.0.mlp.experts.gate_up_proj'" in caught.value.remedy
+
+
 def test_entries_that_name_nothing_are_noted(folder, facts):
     edit_config(folder, target_parameters=[*BOTH, "other_proj"])
     weights = read(folder, facts["mixtral"])

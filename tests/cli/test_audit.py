@@ -218,7 +218,10 @@ def test_weights_that_are_missing_damaged_or_left_over(branchline, model_folder,
     tensors = load_file(weights)
     norm = tensors.pop("model.norm.weight")
     save_file(tensors, weights, {"format": "pt"})
-    assert "lacks tensors of the model: model.norm.weight" in branchline("audit", broken, "--load").error
+    assert (
+        "lacks tensors of the model: model.norm.weight"
+        in branchline("audit", broken, "--load").error
+    )
     more = {"model.norm.weight": norm, "model.layers.0.mlp.up_proj.weight_scale": torch.ones(1)}
     save_file({**tensors, **more}, weights, {"format": "pt"})
     assert "weight_scale" in branchline("audit", broken, "--load").error
@@ -231,7 +234,9 @@ def test_weights_that_are_missing_damaged_or_left_over(branchline, model_folder,
 def test_an_adapter_that_does_not_fit(branchline, model_folder, sql, tmp_path):
     missing = branchline("audit", model_folder, "--load", "--adapter", f"sql={tmp_path / 'none'}")
     assert str(tmp_path / "none") in missing.error
-    rank = branchline("audit", model_folder, "--load", "--adapter", f"sql={sql}", "--max-lora-rank", 2)
+    rank = branchline(
+        "audit", model_folder, "--load", "--adapter", f"sql={sql}", "--max-lora-rank", 2
+    )
     line = rank.error
     assert " 4" in line
     assert " 2" in line

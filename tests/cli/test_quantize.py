@@ -167,7 +167,7 @@ def test_a_killed_run_leaves_no_checkpoint_and_is_continued(branchline, model_fo
     assert (partial / first).is_file()
     assert not any((partial / name).exists() for name in others)
     audit = branchline("audit", partial)
-    assert audit.code == 1
+    assert audit.code == 2
     assert "holds no config.json" in last_line(audit)
     written = (partial / first).stat().st_mtime_ns
     assert branchline(*command).code == 0

@@ -135,7 +135,7 @@ def test_a_server_whose_adapter_cannot_be_loaded_does_not_start(
     assert " ready on " not in done.err
 
 
-@pytest.mark.parametrize("command", ["serve", "audit"])
+@pytest.mark.parametrize("command", [["serve"], ["audit", "--load"]], ids=" ".join)
 @pytest.mark.parametrize(
     ("source", "said"),
     [("nowhere", "no such folder"), ("empty", "adapter_config.json"), ("", "adapter_config.json")],
@@ -144,7 +144,7 @@ def test_a_path_without_an_adapter_is_refused_before_the_model_is_loaded(
     branchline, started, model_folder, tmp_path, command, source, said
 ):
     (tmp_path / "empty").mkdir()
-    done = branchline(command, model_folder, "--adapter", f"sql={tmp_path / source}")
+    done = branchline(*command, model_folder, "--adapter", f"sql={tmp_path / source}")
     assert said in done.error
     assert "loading" not in done.err
     assert not started

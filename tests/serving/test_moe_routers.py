@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 import branchline
-from branchline.core.errors import BatchError
+from branchline.core.errors import AdapterUnsupportedError, BatchError
 from tests.models import token_ids
 from tests.moe_models import MODELS
 
@@ -104,3 +105,22 @@ def test_unwrapping_gives_routers_back():
     assert "forward" in vars(model.model.layers[0].mlp.gate)
     served.unwrap()
     assert "forward" not in vars(model.model.layers[0].mlp.gate)
+
+
+def test_a_router_named_as_a_module_is_refused_with_what_to_write(tmp_path: Path):
+    # As adapters have it that were trained where a router was a linear.
+    save("mixtral", tmp_path, target_modules=["o_proj"])
+    file = tmp_path / "adapter_config.json"
+    config = json.loads(file.read_text())
+    changed = {"target_modules": ["o_proj", "gate"], "target_parameters": None}
+    file.write_text(json.dumps(config | changed))
+    served = branchline.wrap(MODELS["mixtral"]().float(), quant="none", max_loras=2)
+    with pytest.raises(AdapterUnsupportedError) as caught:
+        served.adapters.load("routed", tmp_path)
+    assert "target_modules also selects" in caught.value.reason
+    assert "in target_parameters: 'model.layers.0.mlp.gate.weight'" in caught.value.remedy
+    # What it says is enough.
+    named = [f"model.layers.{layer}.mlp.gate.weight" for layer in range(2)]
+    file.write_text(json.dumps(config | {"target_modules": ["o_proj"], "target_parameters": named}))
+    served.adapters.load("routed", tmp_path)
+    served.adapters.unload("routed")

@@ -93,6 +93,21 @@ def test_wrong_choices_are_refused(monkeypatch):
                 Pairs.of(torch.tensor(index), 4)
 
 
+def test_wrong_choices_add_nothing_where_they_cannot_be_looked_at(monkeypatch):
+    assert not pairs.can_look(torch.zeros(2, 2, device="meta"))
+    monkeypatch.setattr(native, "sorts", lambda index: False)
+    monkeypatch.setattr(pairs, "can_look", lambda index: False)
+    index = torch.tensor([[0, 4], [-1, 3], [2**40, -(2**40)]])
+    found = Pairs.of(index, 4)
+    assert found.partial
+    assert_equal(found, Pairs.defined(index, 4, partial=True))
+    assert found.expert.tolist() == [0, 3, 4, 4, 4, 4]
+    assert found.bounds == (0, 1, 1, 1, 2)
+    out = torch.tensor([[1.0], [2.0], [torch.nan], [torch.nan], [torch.nan], [torch.nan]])
+    total = combine(out, torch.ones(3, 2), found)
+    assert total.flatten().tolist() == [1.0, 2.0, 0.0]
+
+
 def test_other_dtypes_are_sorted_by_torch():
     index = choices(9, 2, 4).to(torch.int16)
     assert not native.sorts(index)

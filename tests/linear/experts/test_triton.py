@@ -10,6 +10,8 @@ from branchline.core.platform import detect_platform
 from branchline.core.quantized_activation import QuantizedActivation
 from branchline.core.scheme import SCHEMES
 from branchline.linear.contract import InputContract
+from branchline.linear.experts import native as native_pairs
+from branchline.linear.experts import pairs as pairs_module
 from branchline.linear.experts.kernels.base import GroupedConfig
 from branchline.linear.experts.kernels.selection import select_grouped_kernel
 from branchline.linear.experts.kernels.triton import combine as combine_module
@@ -123,6 +125,30 @@ def test_pairs_of_experts_elsewhere_are_not_written(cls, scheme):
         assert_close(both, x, pairs, out, by_token=by_token)
         assert out[here].isfinite().all()
         assert out[~here].isnan().all()
+
+
+@each(MAIN)
+@pytest.mark.parametrize("by_token", [True, False])
+def test_choices_of_no_expert_add_nothing(cls, scheme, by_token, monkeypatch):
+    both = build(cls, scheme, (3, 32, 144), bias=True)
+    given = torch.tensor([[7, 0], [2, -1], [3, -(2**40)], [0, 2]])
+    with pytest.raises(ContractError, match="outside of 0 to 2"):
+        Pairs.of(given, 3)
+    # As where values lie on a device and nobody waits for them.
+    monkeypatch.setattr(pairs_module, "can_look", lambda index: False)
+    monkeypatch.setattr(native_pairs, "sorts", lambda index: False)
+    pairs = Pairs.of(given, 3)
+    x = rows_for(pairs, 144, by_token=by_token)
+    out = both.kernel.apply(x, pairs, NAME, by_token=by_token)
+    here = pairs.expert < 3
+    assert bool(out[~here].isnan().all())
+    assert bool(out[here].isfinite().all())
+    weights = torch.rand(4, 2)
+    total = both.kernel.combine(out, weights, pairs)
+    kept = torch.where(((given >= 0) & (given < 3)), weights, 0.0)
+    # Of rows that hold numbers, and weights of zero: the same sums.
+    assert_same(total, combine_defined(out.nan_to_num(0.0), kept, pairs))
+    assert bool((total[2] == 0).all())
 
 
 @each(MAIN)

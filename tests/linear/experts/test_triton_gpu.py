@@ -128,3 +128,18 @@ def test_combine_is_the_definition_to_the_bit(top_k, dtype):
     out = torch.randn(len(pairs), 2050, device="cuda").to(dtype)
     weights = torch.rand(300, top_k, device="cuda")
     assert_same(combine_module.combine(out, weights, pairs), combine_defined(out, weights, pairs))
+
+
+def test_choices_of_no_expert_add_nothing():
+    cls, _, scheme = EVERY[0]
+    both = build(cls, scheme, (3, 64, 256), device="cuda")
+    given = torch.tensor([[7, 0], [2, -1], [3, -(2**40)], [0, 2]], device="cuda")
+    pairs = Pairs.of(given, 3)
+    assert pairs.partial
+    out = both.kernel.apply(
+        rows_for(pairs, 256, by_token=True, device="cuda"), pairs, NAME, by_token=True
+    )
+    out[pairs.bounds[-1] :] = torch.nan
+    total = both.kernel.combine(out, torch.ones(4, 2, device="cuda"), pairs)
+    assert bool(total.isfinite().all())
+    assert bool((total[2] == 0).all())

@@ -276,10 +276,21 @@ def test_the_audit_is_told_in_three_forms(client, state):
     assert client.get("/audit", params={"format": "xml"}).status_code == 400
 
 
+def test_the_audit_answers_for_other_policies_and_batches(client):
+    asked = [("policy", "dynamic"), ("policy", "absorbed"), ("tokens", "8")]
+    told = client.get("/audit", params=asked).json()
+    assert (told["policies"], told["tokens"]) == (["dynamic", "absorbed"], 8)
+    refused = client.get("/audit", params={"policy": "nonsense"})
+    assert refused.status_code == 400
+    assert "nonsense" in refused.json()["error"]["message"]
+    assert client.get("/audit", params={"tokens": 0}).status_code == 400
+
+
 def test_a_name_that_is_markup_stays_text_in_the_audit(client, root):
     load(client, "<script>alert(1)</script>", root / "mlp")
     page = client.get("/audit", params={"format": "html"}).text
-    assert "<script>" not in page
+    assert "<script>alert" not in page
+    assert "&lt;script&gt;alert(1)" in page
 
 
 def test_a_server_that_serves_is_healthy_and_ready(client, state):

@@ -190,7 +190,7 @@ def test_the_command_prints_a_table_and_json(tmp_path):
         "--trace", "zipf:1.0,requests=50,clients=4,prompt=10,output=5", "--slots", "4",
         "--kind", "q_proj:8:1", "--kind", "all:4:1",
     ]  # fmt: skip
-    done = CliRunner().invoke(app, command)
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, command)
     assert done.exit_code == 0, done.stderr
     assert "absorbed" in done.stdout
     assert "l40s" in done.stdout
