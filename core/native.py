@@ -372,7 +372,7 @@ class NativeLibrary:
 def load() -> NativeLibrary:
     """The C kernels of this installation, on the widest instruction set the processor has.
 
-    The environment variable BRANCHLINE_NATIVE_ISA (scalar, avx2, avx512, amx, none) chooses another.
+    BRANCHLINE_NATIVE_ISA in the environment (scalar, avx2, avx512, amx, none) chooses another.
 
     Raises:
         ConfigError: the variable names an instruction set that is unknown or not there.

@@ -165,7 +165,9 @@ def test_every_code_of_a_weight_and_of_an_input(isa):
         codes, data=every.view(torch.float8_e4m3fn)[:, None].contiguous(), scale=torch.ones(256, 1)
     )
     got = kernel.multiply(codes)
-    assert_same(got.nan_to_num(777.0), matmul(codes, weight, None, tiles=isa == "amx").nan_to_num(777.0))
+    assert_same(
+        got.nan_to_num(777.0), matmul(codes, weight, None, tiles=isa == "amx").nan_to_num(777.0)
+    )
     assert bool(got[[0x7F, 0xFF]].isnan().all())
     assert torch.equal(got[0x38], numbers.view(torch.float8_e4m3fn).float())
 
