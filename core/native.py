@@ -20,9 +20,10 @@ import torch
 
 from .errors import ConfigError
 
-ABI_VERSION = 14
+ABI_VERSION = 15
 ISA_VARIABLE = "BRANCHLINE_NATIVE_ISA"
-_ISAS = ("scalar", "avx2", "avx512")
+#: enum bl_isa, by number.
+ISAS = ("scalar", "avx2", "avx512", "amx")
 
 _PTR, _I64, _INT, _F64 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double
 
@@ -371,7 +372,7 @@ class NativeLibrary:
 def load() -> NativeLibrary:
     """The C kernels of this installation, on the widest instruction set the processor has.
 
-    The environment variable BRANCHLINE_NATIVE_ISA (scalar, avx2, avx512, none) chooses another.
+    BRANCHLINE_NATIVE_ISA in the environment (scalar, avx2, avx512, amx, none) chooses another.
 
     Raises:
         ConfigError: the variable names an instruction set that is unknown or not there.
@@ -393,15 +394,15 @@ def load() -> NativeLibrary:
 
 def _choose_isa(functions: ctypes.CDLL, wanted: str) -> str:
     best = functions.bl_best_isa()
-    if wanted and (wanted not in _ISAS or _ISAS.index(wanted) > best):
+    if wanted and (wanted not in ISAS or ISAS.index(wanted) > best):
         raise ConfigError(
             f"{ISA_VARIABLE}={wanted}",
-            f"this processor has {', '.join(_ISAS[: best + 1])}",
+            f"this processor has {', '.join(ISAS[: best + 1])}",
             "unset the variable or name one of those, or none",
         )
-    index = _ISAS.index(wanted) if wanted else best
+    index = ISAS.index(wanted) if wanted else best
     functions.bl_set_isa(index)
-    return _ISAS[index]
+    return ISAS[index]
 
 
 def threads() -> int:

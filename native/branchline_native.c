@@ -1,7 +1,13 @@
 /* The exported functions: choice of the instruction set, and the kernels of the chosen one. */
+#define _GNU_SOURCE /* syscall() */
 #include "branchline_native.h"
 
 #include <stddef.h>
+#if defined(BL_AMX)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #define BL_EXPORT __attribute__((visibility("default")))
 
@@ -24,6 +30,24 @@ static const struct bl_kernels *chosen = &bl_kernels_scalar;
 /* The caller refuses a library whose version it does not know. */
 int bl_abi_version(void) { return BL_ABI_VERSION; }
 
+#if defined(BL_AMX)
+/* Whether the processor multiplies tiles of bfloat16, and the system lends this process their
+ * registers: it has to be asked. */
+static int amx_is_granted(void)
+{
+    enum { ASK = 0x1023, TILE_DATA = 18 };
+    const unsigned tiles = 1u << 24, bf16 = 1u << 22, saved = 3u << 17;
+    unsigned a, b, c, d;
+    if (!__get_cpuid_count(1, 0, &a, &b, &c, &d) || !(c & (1u << 27)))
+        return 0;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & (tiles | bf16)) != (tiles | bf16))
+        return 0;
+    unsigned low, high;
+    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return (low & saved) == saved && !syscall(SYS_arch_prctl, ASK, TILE_DATA);
+}
+#endif
+
 /* The widest instruction set that the processor and the operating system both serve. */
 int bl_best_isa(void)
 {
@@ -33,8 +57,13 @@ int bl_best_isa(void)
         !__builtin_cpu_supports("f16c"))
         return BL_SCALAR;
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+#if defined(BL_AMX)
+        if (amx_is_granted())
+            return BL_ISA_AMX;
+#endif
         return BL_AVX512;
+    }
     return BL_AVX2;
 #else
     return BL_SCALAR;
@@ -53,6 +82,10 @@ int bl_set_isa(int isa)
         chosen = &bl_kernels_avx2;
     if (isa == BL_AVX512)
         chosen = &bl_kernels_avx512;
+#endif
+#if defined(BL_AMX)
+    if (isa == BL_ISA_AMX)
+        chosen = &bl_kernels_amx;
 #endif
     return 0;
 }

@@ -1,7 +1,8 @@
 /* C kernels of branchline.  Plain C, no Python or torch headers; loaded with ctypes.
  *
  * All activations are bfloat16, rows of `cols` contiguous elements, `*_stride` elements apart.
- * Every kernel equals the eager oracle (core/oracle) bit for bit, on each instruction set.
+ * Every kernel equals the eager oracle (core/oracle) bit for bit, on each instruction set; matmuls of
+ * codes on AMX keep a definition of their own (amx.h).
  *
  * A call is a *source* (what is computed, and from what) and an *output* (what is emitted of it).
  * core/native.py mirrors the structs and enums below; change both, and BL_ABI_VERSION.
@@ -11,13 +12,19 @@
 
 #include <stdint.h>
 
-#define BL_ABI_VERSION 14
+#define BL_ABI_VERSION 15
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define BL_X86 1
 #endif
+/* Older compilers do not know the instructions; only Linux is known how to ask for the tiles. */
+#if defined(BL_X86) && defined(__linux__) && defined(__has_include)
+#if __has_include(<amxbf16intrin.h>)
+#define BL_AMX 1
+#endif
+#endif
 
-enum bl_isa { BL_SCALAR = 0, BL_AVX2 = 1, BL_AVX512 = 2 };
+enum bl_isa { BL_SCALAR = 0, BL_AVX2 = 1, BL_AVX512 = 2, BL_ISA_AMX = 3 };
 
 /* BL_TABLE looks the gate's side up: 65,536 bfloat16 values, by the encoding. */
 enum bl_activation_kind { BL_IDENTITY = 0, BL_RELU = 1, BL_RELU2 = 2, BL_SILU = 3, BL_TABLE = 4 };
@@ -261,6 +268,9 @@ extern const struct bl_kernels bl_kernels_scalar;
 #if defined(BL_X86)
 extern const struct bl_kernels bl_kernels_avx2;
 extern const struct bl_kernels bl_kernels_avx512;
+#endif
+#if defined(BL_AMX)
+extern const struct bl_kernels bl_kernels_amx;
 #endif
 
 #endif

@@ -174,6 +174,22 @@ static void finish_row(const struct bl_matmul *spec, const struct part *part, in
         memcpy((float *)spec->out + at, total, count * sizeof *total);
 }
 
+#if defined(BL_TILES)
+#include "amx.h"
+#endif
+
+static void vector_unit(const struct matmul_job *job, struct part *part)
+{
+    const struct bl_matmul *spec = job->spec;
+    for (int64_t k = 0; k < spec->columns; k += job->depth) {
+        int64_t count = spec->columns - k < job->depth ? spec->columns - k : job->depth;
+        for (int64_t row = 0; row < part->rows; row++)
+            decode_input(spec, part->row + row, k, count, part->x + row * part->x_stride);
+        for (int64_t panel = 0; panel < part->panels; panel++)
+            multiply_panel(spec, part, part->panel + panel, k, count);
+    }
+}
+
 static void matmul_unit(const struct matmul_job *job, int64_t unit, char *scratch)
 {
     const struct bl_matmul *spec = job->spec;
@@ -191,13 +207,12 @@ static void matmul_unit(const struct matmul_job *job, int64_t unit, char *scratc
     part.panels = panels < job->panels_at_once ? panels : job->panels_at_once;
     place_scales(job, &part, (float *)(scratch + job->scale_at));
     memset(part.total, 0, (size_t)(part.rows * part.total_stride) * sizeof *part.total);
-    for (int64_t k = 0; k < spec->columns; k += job->depth) {
-        int64_t count = spec->columns - k < job->depth ? spec->columns - k : job->depth;
-        for (int64_t row = 0; row < part.rows; row++)
-            decode_input(spec, part.row + row, k, count, part.x + row * part.x_stride);
-        for (int64_t panel = 0; panel < part.panels; panel++)
-            multiply_panel(spec, &part, part.panel + panel, k, count);
-    }
+#if defined(BL_TILES)
+    if (tiles_serve(spec))
+        tiles_unit(job, &part, scratch);
+    else
+#endif
+        vector_unit(job, &part);
     for (int64_t row = 0; row < part.rows; row++)
         for (int64_t panel = 0; panel < part.panels; panel++)
             finish_row(spec, &part, row, part.panel + panel,
@@ -218,9 +233,14 @@ static struct matmul_job plan_matmul(const struct bl_matmul *spec, int team)
     job.panels_at_once = share < 1 ? 1 : share < PANELS_AT_ONCE ? share : PANELS_AT_ONCE;
     int64_t fits = INPUT_BYTES / (job.rows_at_once * size) / DEPTH * DEPTH;
     job.depth = fits < DEPTH ? DEPTH : fits < spec->columns ? fits : spec->columns;
-    job.units = job.row_chunks * ((job.panels + job.panels_at_once - 1) / job.panels_at_once);
     job.weights_at = padded_size(job.rows_at_once * (job.depth + LANES) * size);
     job.total_at = job.weights_at + padded_size(DEPTH * BL_PANEL * size);
+#if defined(BL_TILES)
+    if (tiles_serve(spec))
+        plan_tiles(&job, team);
+#endif
+    job.row_chunks = (spec->rows + job.rows_at_once - 1) / job.rows_at_once;
+    job.units = job.row_chunks * ((job.panels + job.panels_at_once - 1) / job.panels_at_once);
     job.scale_at =
         job.total_at + padded_size(job.rows_at_once * job.panels_at_once * BL_PANEL * size);
     if (spec->x_rows && spec->x_scale && spec->x_scale_stride)

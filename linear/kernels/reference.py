@@ -1,8 +1,10 @@
-"""The base matmul by definition, in the order of accumulation that our own kernels keep.
+"""The base matmul by definition, in the orders of accumulation that our own kernels keep.
 
 Products of two codes are exact in float32, so the order of the sums is all there is to define:
 blocks of `BLOCK` columns (fewer where scales change more often) are summed from the left, then the
 block sums.  A row's bytes therefore depend neither on the number of rows nor on the vector width.
+On AMX a tile instruction adds `TILE_COLUMNS` columns of codes to a block sum at once: the even ones
+from the left, the odd ones from the left, and the sum of the two.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from ..quantized_weight import QuantizedWeight, spread_rows
 
 #: Columns of one block sum.
 BLOCK = 128
+#: Columns that one AMX instruction adds up.
+TILE_COLUMNS = 32
 
 
 def block_columns(weight_columns: int, input_columns: int) -> int:
@@ -26,8 +30,17 @@ def block_columns(weight_columns: int, input_columns: int) -> int:
     return min([BLOCK, *(size for size in (weight_columns, input_columns) if size)])
 
 
+def tiles_serve(step: int) -> bool:
+    """Whether block sums of `step` columns of codes are made on tiles, where there are tiles."""
+    return step % TILE_COLUMNS == 0 and BLOCK % step == 0
+
+
 def matmul(
-    x: QuantizedActivation | torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None
+    x: QuantizedActivation | torch.Tensor,
+    weight: QuantizedWeight,
+    bias: torch.Tensor | None,
+    *,
+    tiles: bool = False,
 ) -> torch.Tensor:
     """The base output: the definition, one column at a time.
 
@@ -35,6 +48,7 @@ def matmul(
         x: FP8 codes (..., K), or a raw activation of at most 16 bits an element.
         weight: FP8 codes (N, K).
         bias: (N,), or None.
+        tiles: the order of AMX, for the matmuls that it serves.
 
     Returns:
         (..., N) in the activation's dtype.
@@ -46,9 +60,11 @@ def matmul(
     w_scale = weight.scales()
     total = values.new_zeros(values.shape[0], weight.out_features)
     for start in range(0, weight.in_features, step):
-        part = torch.zeros_like(total)
-        for k in range(start, min(start + step, weight.in_features)):
-            part = part + values[:, k, None] * w[:, k]
+        end = min(start + step, weight.in_features)
+        if tiles and quantized is not None and tiles_serve(step):
+            part = _tile_sum(values[:, start:end], w[:, start:end])
+        else:
+            part = _sum_from_left(values[:, start:end], w[:, start:end])
         total = total + part * _block_scale(weight, w_scale, row_scale, row_group, start)
     if row_group == 0 and row_scale is not None:
         w_final = 1.0 if weight.scheme.blockwise else w_scale.reshape(1, -1)
@@ -59,6 +75,25 @@ def matmul(
         total = total + bias.float()
     dtype = x.orig_dtype if isinstance(x, QuantizedActivation) else x.dtype
     return total.to(dtype).reshape(*x.shape[:-1], weight.out_features)
+
+
+def _sum_from_left(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Float32 (M, N) of (M, K) and (N, K)."""
+    part = values.new_zeros(values.shape[0], weight.shape[0])
+    for k in range(values.shape[1]):
+        part = part + values[:, k, None] * weight[:, k]
+    return part
+
+
+def _tile_sum(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The same, `TILE_COLUMNS` at a time."""
+    part = values.new_zeros(values.shape[0], weight.shape[0])
+    for start in range(0, values.shape[1], TILE_COLUMNS):
+        x, w = values[:, start : start + TILE_COLUMNS], weight[:, start : start + TILE_COLUMNS]
+        part = part + (
+            _sum_from_left(x[:, ::2], w[:, ::2]) + _sum_from_left(x[:, 1::2], w[:, 1::2])
+        )
+    return part
 
 
 def _input_scales(x: QuantizedActivation | None) -> tuple[torch.Tensor | None, int]:

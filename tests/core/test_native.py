@@ -13,7 +13,7 @@ from branchline.core import native
 from branchline.core.errors import ConfigError
 
 #: A machine without the library fails here, for it has no compiler.
-ISAS = ("scalar", "avx2", "avx512")[: native.load().functions.bl_best_isa() + 1]
+ISAS = ("scalar", "avx2", "avx512", "amx")[: native.load().functions.bl_best_isa() + 1]
 HEADER = (Path(__file__).parents[2] / "native/branchline_native.h").read_text(encoding="utf-8")
 CODE = re.sub(r"/\*.*?\*/", "", HEADER, flags=re.DOTALL)
 C_TYPES = {"int64_t": native._I64, "double": native._F64}

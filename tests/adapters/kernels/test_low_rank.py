@@ -13,7 +13,7 @@ from branchline.adapters.kernels.native import NativeLowRank
 from branchline.core import native as library
 from tests.adapters.kernels.cases import BF16, F16, F32, bits, random, slots_of, stack_of, wanted
 
-ISAS = ("scalar", "avx2", "avx512")[: library.load().functions.bl_best_isa() + 1]
+ISAS = ("scalar", "avx2", "avx512", "amx")[: library.load().functions.bl_best_isa() + 1]
 
 
 def each_isa():

@@ -23,7 +23,7 @@ from branchline.linear.contract import InputContract, InputScale
 from tests.helpers import every_encoding
 
 #: Those this processor has; a machine without the library fails here, for it has no compiler.
-ISAS = ("scalar", "avx2", "avx512")[: native.load().functions.bl_best_isa() + 1]
+ISAS = ("scalar", "avx2", "avx512", "amx")[: native.load().functions.bl_best_isa() + 1]
 GLOBAL_SCALE = 2.7e-3
 
 

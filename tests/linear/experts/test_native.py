@@ -31,7 +31,7 @@ from tests.linear.kernels.cases import BLOCKS, ROWWISE, assert_same, bits
 
 from .grouped import NAME, ROUTINGS, assert_close, build, codes_for, random_pairs, routed, rows_for
 
-ISAS = ("scalar", "avx2", "avx512")
+ISAS = ("scalar", "avx2", "avx512", "amx")
 SERVED = {
     **ROWWISE,
     **BLOCKS,
@@ -123,7 +123,8 @@ def test_equal_to_the_definition(isa):
     out = made.kernel.apply(x, pairs, NAME, by_token=True)
     for position, expert in enumerate(pairs.expert.tolist()):
         codes = codes_for(x[pairs.token[position]][None], made.kernel)
-        wanted = matmul(codes, made.weight.experts[expert], made.kernel.bias()[expert])
+        weight, bias = made.weight.experts[expert], made.kernel.bias()[expert]
+        wanted = matmul(codes, weight, bias, tiles=isa == "amx")
         assert_same(out[position], wanted[0])
 
 

@@ -10,7 +10,7 @@ from branchline.core.errors import ContractError
 from branchline.linear.experts import native, pairs
 from branchline.linear.experts.pairs import Pairs, combine, combine_defined
 
-ISAS = ("scalar", "avx2", "avx512")
+ISAS = ("scalar", "avx2", "avx512", "amx")
 FIELDS = ("order", "expert", "offsets", "token", "position")
 
 

@@ -27,7 +27,7 @@ from branchline.linear.kernels.packed import pack_panels, unpack_panels
 from .cases import NAME, activation, assert_same, bits
 
 BF16 = torch.bfloat16
-ISAS = ("scalar", "avx2", "avx512")
+ISAS = ("scalar", "avx2", "avx512", "amx")
 SHAPES = [(1, 64, 128), (2, 65, 1), (4, 7, 130), (5, 64, 257), (7, 1, 1000), (33, 700, 129),
           (300, 130, 77), (13, 128, 255)]  # fmt: skip
 CONFIG = FloatLinearConfig(64, 32, BF16)

@@ -31,7 +31,7 @@ from branchline.linear.quantized_weight import QuantizedWeight
 
 from .cases import BLOCKS, NAME, ROWWISE, activation, assert_same, bits, codes_for, pair
 
-ISAS = ("scalar", "avx2", "avx512")
+ISAS = ("scalar", "avx2", "avx512", "amx")
 MIXED = {
     "channel-group128": LinearScheme(PER_CHANNEL, SCHEMES["fp8-block"].input),
     "block-token": LinearScheme(BLOCK_128, FP8_DYNAMIC_TOKEN),
@@ -70,8 +70,9 @@ def test_equal_to_the_definition(isa, scheme, m, n, k):
     made = pair(NativeFp8Linear, scheme, n, k, torch.bfloat16 if m % 2 else None)
     x = activation(m, k)
     codes = codes_for(x, made.kernel)
-    assert_same(made.kernel.apply(codes, NAME), matmul(codes, made.weight, made.kernel.bias()))
-    assert_same(made.kernel.apply(x, NAME), made.kernel.apply(codes, NAME))
+    wanted = matmul(codes, made.weight, made.kernel.bias(), tiles=isa == "amx")
+    assert_same(made.kernel.apply(codes, NAME), wanted)
+    assert_same(made.kernel.apply(x, NAME), wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -80,7 +81,9 @@ def test_shapes_and_dtypes(dtype, shape):
     made = pair(NativeFp8Linear, SCHEMES["fp8-dynamic"], 576, 192, torch.bfloat16)
     x = activation(*shape, dtype=dtype)
     codes = codes_for(x, made.kernel)
-    assert_same(made.kernel.apply(x, NAME), matmul(codes, made.weight, made.kernel.bias()))
+    tiles = native.load().isa == "amx"
+    wanted = matmul(codes, made.weight, made.kernel.bias(), tiles=tiles)
+    assert_same(made.kernel.apply(x, NAME), wanted)
 
 
 @pytest.mark.parametrize("name", ["fp8-dynamic", "fp8-block", "mxfp8"])
@@ -95,6 +98,32 @@ def test_a_row_has_the_same_bytes_in_every_batch(isa, name, n, k):
     for rows in (1, 2, 4, 5, 6, 11, 16, 64, 299):
         assert_same(made.kernel.apply(x[:rows], NAME), whole[:rows])
         assert_same(made.kernel.apply(x[-rows:], NAME), whole[-rows:])
+
+
+@pytest.mark.parametrize("name", ["fp8-dynamic", "fp8-block", "mxfp8", "fp8-static"])
+@pytest.mark.parametrize(("n", "k"), [(200, 290), (64, 608)])
+def test_a_row_has_the_same_bytes_for_any_number_of_rows(isa, name, n, k):
+    made = pair(NativeFp8Linear, SCHEMES[name], n, k, torch.bfloat16)
+    x = activation(70, k)
+    codes = codes_for(x, made.kernel)
+    wanted = matmul(codes, made.weight, made.kernel.bias(), tiles=isa == "amx")
+    before = torch.get_num_threads()
+    try:
+        for rows in range(1, 71):
+            torch.set_num_threads(1 + rows % 2)
+            assert_same(made.kernel.apply(x[:rows], NAME), wanted[:rows])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("m", [513, 1030])
+def test_more_rows_than_are_decoded_at_once(isa, m):
+    made = pair(NativeFp8Linear, SCHEMES["fp8-block"], 70, 1312)
+    x = activation(m, 1312)
+    whole = made.kernel.apply(x, NAME)
+    for first in (0, 255, 510, m - 9):
+        part = slice(first, first + 9)
+        assert_same(made.kernel.apply(x[part], NAME), whole[part])
 
 
 def test_threads_do_not_show():
@@ -136,7 +165,9 @@ def test_every_code_of_a_weight_and_of_an_input(isa):
         codes, data=every.view(torch.float8_e4m3fn)[:, None].contiguous(), scale=torch.ones(256, 1)
     )
     got = kernel.multiply(codes)
-    assert_same(got.nan_to_num(777.0), matmul(codes, weight, None).nan_to_num(777.0))
+    assert_same(
+        got.nan_to_num(777.0), matmul(codes, weight, None, tiles=isa == "amx").nan_to_num(777.0)
+    )
     assert bool(got[[0x7F, 0xFF]].isnan().all())
     assert torch.equal(got[0x38], numbers.view(torch.float8_e4m3fn).float())
 

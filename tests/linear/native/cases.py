@@ -28,7 +28,7 @@ from branchline.linear.contract import InputContract, InputScale
 from branchline.linear.outputs import Outputs, Shrink, new_outputs
 
 #: A machine without the library fails here, for it has no compiler.
-ISAS = ("scalar", "avx2", "avx512")[: library.load().functions.bl_best_isa() + 1]
+ISAS = ("scalar", "avx2", "avx512", "amx")[: library.load().functions.bl_best_isa() + 1]
 BF16 = torch.bfloat16
 SCALE, GLOBAL_SCALE = 0.0371, 0.0123
 IDENTITY = ActivationSemantics("identity", gated=False)
