@@ -20,7 +20,8 @@ def traced_site(
     site: Site, inputs: tuple[torch.Tensor, ...]
 ) -> torch.Tensor | ops.TracedActivation:
     """The traced form of `Site.forward`."""
-    if site.common_key() is None:
+    # Whoever else reads it, a router say, takes a tensor: no plan fuses such a site.
+    if site.common_key() is None or site.facts.other_readers:
         return _site_raw_op(list(inputs), site.handle)
     raw, codes, scale, shrunk, route = _site_op(list(inputs), site.handle)
     return ops.TracedActivation(raw, codes, scale, shrunk, route, site.handle)

@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+#: What code of a model may raise when it is handed a probe it was not written for.
+PROBE_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, AssertionError)
+
 _probing: ContextVar[bool] = ContextVar("branchline_probing", default=False)
 
 

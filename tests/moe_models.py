@@ -117,7 +117,7 @@ def build(
 
 
 #: One builder a kind: bfloat16, in eval mode, always the same weights.
-MODELS: dict[str, Callable[[], PreTrainedModel]] = {kind: partial(build, kind) for kind in _KINDS}
+MODELS: dict[str, Callable[..., PreTrainedModel]] = {kind: partial(build, kind) for kind in _KINDS}
 
 
 def token_ids(rows: int, tokens: int, seed: int = 0) -> torch.Tensor:

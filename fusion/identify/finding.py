@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 
 from ...core.oracle import Semantics
+from ...linear.probing import PROBE_ERRORS
 
-#: What code of a model may raise when it is handed a probe it was not written for.
-PROBE_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, AssertionError)
+__all__ = ["PROBE_ERRORS", "Finding", "all_same_bytes", "same_bytes"]
 
 
 class Finding(NamedTuple):

@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import branchline
 from branchline.core.errors import AdapterUnsupportedError, BatchError
+from branchline.linear.router import RouterOutputs, _outputs_of
 from tests.models import token_ids
 from tests.moe_models import MODELS
 
@@ -27,6 +30,7 @@ NEAR = {"rtol": 0.0, "atol": 2e-5}
 
 def save(model: str, folder: Path, **more):
     """An adapter on the routers of a model, by PEFT, with its PEFT model."""
+    shape = more.pop("shape", {})
     torch.manual_seed(1)
     config = LoraConfig(
         r=4,
@@ -35,7 +39,7 @@ def save(model: str, folder: Path, **more):
         init_lora_weights=False,
         **more,
     )
-    adapted = get_peft_model(MODELS[model]().float(), config).eval()
+    adapted = get_peft_model(MODELS[model](**shape).float(), config).eval()
     adapted.save_pretrained(folder)
     return adapted
 
@@ -88,15 +92,84 @@ def test_an_input_of_other_rows_is_refused(tmp_path: Path):
         served.model.model.layers[0].mlp.gate(torch.randn(5, 128).bfloat16())
 
 
-def test_a_compiled_model_chooses_alike(tmp_path: Path):
-    save("mixtral", tmp_path)
-    served = branchline.wrap(MODELS["mixtral"](), quant="fp8-block", max_loras=2)
+@pytest.fixture
+def _fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+SMALL = {"num_hidden_layers": 1}
+
+
+@pytest.mark.usefixtures("_fresh_dynamo")
+@pytest.mark.parametrize("model", PARAMETERS)
+def test_routers_and_experts_are_in_one_graph_whatever_is_live(model: str, tmp_path: Path):
+    shape = SMALL | ({"first_k_dense_replace": 0} if model == "deepseek_v3" else {})
+    save(model, tmp_path, shape=shape)
+    served = branchline.wrap(MODELS[model](**shape), quant="fp8-block", max_loras=2)
     served.adapters.load("routed", tmp_path)
-    with served.adapters.rows(["routed", None]):
-        eager = served(IDS).logits
-        for layer in served.model.model.layers:
-            layer.compile(backend="eager")
-        assert torch.equal(served(IDS).logits, eager)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(served.model, fullgraph=True, dynamic=True, backend=counter)
+    base, frames = None, None
+    for names in ([None, None], ["routed", None], [None, "routed"], ["routed", "routed"]):
+        with served.adapters.rows(names), torch.no_grad():
+            wanted, found = (run(input_ids=IDS).logits for run in (served.model, compiled))
+        assert torch.equal(found, wanted)
+        base = wanted if base is None else base
+        # An adapter on the router alone: else all that is shown is that nothing happens.
+        assert [torch.equal(*rows) for rows in zip(wanted, base, strict=True)] == [
+            name is None for name in names
+        ]
+        frames = frames or counter.frame_count
+    served.adapters.unload("routed")
+    with torch.no_grad():
+        assert torch.equal(compiled(input_ids=IDS).logits, base)
+    assert counter.frame_count == frames
+
+
+def test_a_router_in_a_graph_passes_opcheck():
+    served = branchline.wrap(MODELS["mixtral"](), quant="fp8-block", max_loras=2)
+    place = vars(served.model.model.layers[0].mlp.gate)["forward"]
+    for shape in ((5, 128), (2, 3, 128)):
+        x = torch.randn(shape).bfloat16()
+        torch.library.opcheck(torch.ops.branchline.routed_router.default, (x, [], place.handle))
+
+
+class _Odd(nn.Module):
+    """A router whose results a graph cannot be told of, or that shares their memory."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 16))
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor, more: torch.Tensor | None = None):
+        scores = nn.functional.linear(x, self.weight)
+        if self.kind == "alone":
+            return scores
+        if self.kind == "dict":
+            return {"scores": scores}
+        if self.kind == "counts":
+            return scores, torch.zeros(x.shape[0] + 1)
+        if self.kind == "raises":
+            raise ValueError("no zeros")
+        return scores, scores.view(-1), x
+
+
+def test_what_a_graph_is_told_of_a_router():
+    def rule(kind: str, dims: int = 2):
+        return _outputs_of(_Odd(kind), dims)
+
+    assert rule("alone") == RouterOutputs((((0,), 4),), (torch.float32,), True)
+    assert rule("alone", 3).sizes == (((0,), (1,), 4),)
+    for kind in ("dict", "counts", "raises"):
+        assert rule(kind) is None
+    # Nothing that is a multiple of the rows is taken for it.
+    assert rule("views") is None
+    module = _Odd("alone")
+    (room,) = _outputs_of(module, 3).room(torch.zeros(6, 9, 16))
+    assert room.shape == module(torch.zeros(6, 9, 16)).shape
 
 
 def test_unwrapping_gives_routers_back():
