@@ -59,8 +59,9 @@ lint: $(STAMP) ## Check style, format and types
 docs: $(STAMP) ## Build the documents into build/site, links checked
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
-bench: $(STAMP) ## Run the benchmarks
-	$(PY) -m benchmarks
+bench: $(STAMP) ## Run the benchmarks, render docs/benchmarks.md
+	$(PY) -m benchmarks --out build/bench.json
+	$(PY) -m benchmarks.render build/bench.json
 
 clean: ## Remove what was built (not .venv)
 	rm -rf build dist branchline.egg-info .hypothesis .pytest_cache .ruff_cache

@@ -15,9 +15,15 @@ from benchmarks.results import Result, finish
 from benchmarks.serving import throughput
 from branchline.core import native
 
-#: These return their results; the others only print them.
-RECORDED = {"activation": activation, "norm": norm, "routes": routes, "matmul": matmul}
-PRINTED = {"head": head, "experts": experts, "auto": auto}
+KERNELS = {
+    "activation": activation,
+    "norm": norm,
+    "routes": routes,
+    "matmul": matmul,
+    "head": head,
+    "experts": experts,
+    "auto": auto,
+}
 # Those that need whole models take minutes, however few their repetitions.
 MODELS = {"decode": decode, "lora": lora, "loading": loading, "throughput": throughput}
 
@@ -33,17 +39,15 @@ def main() -> None:
         )
     print(f"C kernels on {library.isa}")
     load_before = os.getloadavg()[0]
-    chosen = given.only or [*RECORDED, *PRINTED, *(() if given.short else MODELS)]
+    chosen = given.only or [*KERNELS, *(() if given.short else MODELS)]
     results: list[Result] = []
     for name in chosen:
-        if name in RECORDED:
-            results += RECORDED[name].run(given.short)
-        else:
-            (PRINTED | MODELS)[name].run(given.short)
-    if given.out:
-        printed = tuple(name for name in chosen if name not in RECORDED)
-        found = finish(results, printed, given.short, load_before)
-        given.out.write_text(found.model_dump_json(indent=2), encoding="utf-8")
+        results += (KERNELS | MODELS)[name].run(given.short)
+        if given.out:
+            # After each: what is measured stays, whatever comes of the next.
+            given.out.parent.mkdir(parents=True, exist_ok=True)
+            found = finish(results, given.short, load_before)
+            given.out.write_text(found.model_dump_json(indent=2), encoding="utf-8")
 
 
 def _arguments() -> argparse.Namespace:
@@ -54,7 +58,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--only",
         action="append",
-        choices=[*RECORDED, *PRINTED, *MODELS],
+        choices=[*KERNELS, *MODELS],
         help="this benchmark (more than once for several)",
     )
     parser.add_argument("--out", type=Path, help="write results and machine to this file, as JSON")

@@ -63,6 +63,7 @@ def report_speedup(
     ours: Callable[[], torch.Tensor],
     theirs: Callable[[], torch.Tensor],
     rounds: int,
+    aim: float | None = None,
 ) -> Result:
     """Print and return how many times faster `ours` is.
 
@@ -74,7 +75,7 @@ def report_speedup(
         raise ResultsDifferError(f"{label}: {differing} bytes differ")
     found = alternate(ours, theirs, rounds)
     _print(label, found, f"{found.ratio():.1f} times faster (best runs: {found.ratio(min):.1f})")
-    return _result(benchmark, label, found)
+    return _result(benchmark, label, found, aim)
 
 
 def report_time_of(
@@ -91,15 +92,49 @@ def report_time_of(
     return _result(benchmark, label, found)
 
 
-def _result(benchmark: str, label: str, found: Comparison) -> Result:
+def _result(benchmark: str, label: str, found: Comparison, aim: float | None = None) -> Result:
     case, _, against = label.rpartition(" against ")
+    ours, theirs = map(statistics.median, (found.ours, found.theirs))
+    return timed(benchmark, case, ours, (against, theirs), aim)
+
+
+def timed(
+    benchmark: str,
+    case: str,
+    seconds: float,
+    against: tuple[str, float],
+    aim: float | None = None,
+) -> Result:
+    """A result of seconds beside those of what it is compared with."""
+    what, theirs = against
     return Result(
         benchmark=benchmark,
         case=case,
-        value=statistics.median(found.ours) * 1e6,
+        value=seconds * 1e6,
         unit="us",
-        ratio=found.ratio(),
-        against=against,
+        ratio=theirs / seconds,
+        against=what,
+        aim=aim,
+    )
+
+
+def rated(
+    benchmark: str,
+    case: str,
+    rate: float,
+    against: tuple[str, float],
+    aim: float | None = None,
+) -> Result:
+    """A result of tokens a second beside those of what it is compared with."""
+    what, theirs = against
+    return Result(
+        benchmark=benchmark,
+        case=case,
+        value=rate,
+        unit="tok/s",
+        ratio=rate / theirs,
+        against=what,
+        aim=aim,
     )
 
 

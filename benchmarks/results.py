@@ -23,7 +23,17 @@ class Frozen(BaseModel):
 
 
 class Result(Frozen):
-    """One figure. `ratio` is how many times as fast as `against` it was: below 1 it was slower."""
+    """One figure.
+
+    Attributes:
+        benchmark: its name on the command line.
+        case: what was measured.
+        value: the figure, in `unit`.
+        unit: "us", "tok/s" or "% longer".
+        ratio: how many times as fast as `against` it was: below 1 it was slower.
+        against: what it is compared with.
+        aim: what `ratio` should be at least; None where nothing is promised.
+    """
 
     benchmark: str
     case: str
@@ -55,8 +65,6 @@ class Run(Frozen):
     load_before: float
     load_after: float
     results: tuple[Result, ...]
-    #: Benchmarks that ran but only print: none of their figures is here.
-    printed: tuple[str, ...]
 
 
 def machine() -> Machine:
@@ -78,7 +86,7 @@ def _cpu_model() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def finish(results: list[Result], printed: tuple[str, ...], short: bool, load_before: float) -> Run:
+def finish(results: list[Result], short: bool, load_before: float) -> Run:
     """A run that ends now."""
     return Run(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -88,5 +96,4 @@ def finish(results: list[Result], printed: tuple[str, ...], short: bool, load_be
         load_before=load_before,
         load_after=os.getloadavg()[0],
         results=tuple(results),
-        printed=printed,
     )

@@ -19,9 +19,12 @@ from peft.utils.hotswap import hotswap_adapter
 
 import branchline
 from benchmarks.adapters.lora import RANK, measure, model, quiet, save_adapters
-from benchmarks.harness import say
+from benchmarks.harness import say, timed
+from benchmarks.results import Result
 
 MOST = 33
+#: Never slower than PEFT, however many adapters are there.
+AIM = 1.0
 #: One that comes and goes, and two that take turns under one name.
 _NAMES = [f"adapter{index}" for index in range(MOST)]
 _COMES, _TURNS = "comes", ("before", "after")
@@ -82,14 +85,16 @@ class Contest:
         return self._folder / _TURNS[self._swaps // 2 % 2]
 
 
-def _report(title: str, functions: list[Callable[[], object]], rounds: int, *shown: int) -> None:
+def _report(title: str, functions: list[Callable[[], object]], rounds: int, *shown: int) -> Result:
     spent = measure(functions, rounds, time.perf_counter)
     ours, theirs = (statistics.median(spent[index]) * 1e3 for index in shown)
     say(f"{title:<24} ours {ours:7.1f} ms; PEFT {theirs:7.1f} ms, {theirs / ours:5.1f} times ours")
+    return timed("loading", title, ours / 1e3, ("PEFT", theirs / 1e3), AIM)
 
 
-def run(short: bool) -> None:
+def run(short: bool) -> list[Result]:
     """Measure everything."""
+    results: list[Result] = []
     say("\nAdapters that come and go: elapsed time, medians, alternating, one thread")
     torch.set_num_threads(1)
     counts, rounds = ((1,), 1) if short else ((1, 16, MOST), 15)
@@ -99,9 +104,10 @@ def run(short: bool) -> None:
         for loaded in counts:
             contest = Contest(Path(folder), loaded)
             steps = [contest.load, contest.unload, contest.load_theirs, contest.unload_theirs]
-            _report(f"load, {loaded} there", steps, rounds, 0, 2)
+            results.append(_report(f"load, {loaded} there", steps, rounds, 0, 2))
             swaps: list[Callable[[], object]] = [contest.swap, contest.swap_theirs]
-            _report(f"swap, {loaded} there", swaps, rounds, 0, 1)
+            results.append(_report(f"swap, {loaded} there", swaps, rounds, 0, 1))
+    return results
 
 
 if __name__ == "__main__":

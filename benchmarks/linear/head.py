@@ -8,21 +8,25 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.harness import THREADS, alternate_all, begin, say
+from benchmarks.harness import THREADS, alternate_all, begin, say, timed
+from benchmarks.results import Result
 from branchline.linear.kernels.native_bf16 import NativeBf16Linear
 
 HEADS = ((32000, 256), (32000, 2048), (151936, 896))
 ROWS = (1, 16, 256)
+#: `float_kernel` "auto" takes this kernel where it is no slower than torch.
+AIM = 1.0
 
 
-def run(short: bool = False) -> None:
-    """Print how many times as fast as torch's bfloat16 and float32 it is."""
+def run(short: bool = False) -> list[Result]:
+    """Print and return how many times as fast as torch's bfloat16 and float32 it is."""
     begin("bfloat16 output head, unquantised")
-    for n, k in HEADS[:1] if short else HEADS:
-        _head(n, k, short)
+    heads = HEADS[:1] if short else HEADS
+    return [result for n, k in heads for result in _head(n, k, short)]
 
 
-def _head(n: int, k: int, short: bool) -> None:
+def _head(n: int, k: int, short: bool) -> list[Result]:
+    results: list[Result] = []
     generator = torch.Generator().manual_seed(n)
     module = nn.Linear(k, n, bias=False, dtype=torch.bfloat16)
     with torch.no_grad():
@@ -45,6 +49,10 @@ def _head(n: int, k: int, short: bool) -> None:
             f"{n}x{k}, {m:>3} rows: {ours * 1e3:8.2f} ms, {bf16 / ours:.2f} times as fast as "
             f"F.linear in bfloat16, {f32 / ours:.2f} as in float32"
         )
+        for dtype, theirs in (("bfloat16", bf16), ("float32", f32)):
+            against = (f"F.linear in {dtype}", theirs)
+            results.append(timed("head", f"{n}x{k}, {m} rows", ours, against, AIM))
+    return results
 
 
 def _check(kernel: NativeBf16Linear, x: torch.Tensor, wanted: torch.Tensor) -> None:

@@ -32,7 +32,9 @@ from benchmarks.harness import (
     random_bf16,
     report_speedup,
     say,
+    timed,
 )
+from benchmarks.results import Result
 from branchline.core import KEYS, QuantKey
 from branchline.core.oracle import ActivationSemantics
 from branchline.fusion.experts import RoutedExperts
@@ -130,18 +132,17 @@ def _dequantized(ours: RoutedExperts, config: MixtralConfig, dtype: torch.dtype)
     return made.eval()
 
 
-def run(short: bool = False) -> None:
-    """Print the ratios, with what is aimed at beside them."""
+def run(short: bool = False) -> list[Result]:
+    """Print and return the ratios, with what is aimed at beside them."""
     hidden, intermediate = (256, 512) if short else (HIDDEN, INTERMEDIATE)
     begin(f"{EXPERTS} experts, {TOP_K} a token, {hidden}x{intermediate}, fp8-block")
     with torch.no_grad():
         contest = Contest(hidden, intermediate)
         say(f"up: {contest.ours.up.kernel.name}, down: {contest.ours.down.kernel.name}")
-        for tokens in TOKENS:
-            _compare(contest, tokens, short)
-        _adapters(contest, short)
-        for tokens in TOKENS:
-            _between(tokens * TOP_K, intermediate, short)
+        results = [_compare(contest, tokens, short) for tokens in TOKENS]
+        results.append(_adapters(contest, short))
+        results += [_between(tokens * TOP_K, intermediate, short) for tokens in TOKENS]
+    return results
 
 
 def _input(tokens: int, hidden: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -152,7 +153,7 @@ def _input(tokens: int, hidden: int) -> tuple[torch.Tensor, torch.Tensor, torch.
     return x, index, weights
 
 
-def _compare(contest: Contest, tokens: int, short: bool) -> None:
+def _compare(contest: Contest, tokens: int, short: bool) -> Result:
     x, index, weights = _input(tokens, contest.hidden)
 
     def ours() -> torch.Tensor:
@@ -170,6 +171,9 @@ def _compare(contest: Contest, tokens: int, short: bool) -> None:
         f"times as fast as {best} (aim {TARGETS[tokens]}; best runs {wall.ratio(min):.2f}, by "
         f"processor time {process.ratio():.2f})"
     )
+    ours_seconds, theirs_seconds = map(statistics.median, (wall.ours, wall.theirs))
+    against = ("transformers' fastest", theirs_seconds)
+    return timed("experts", f"{tokens} tokens", ours_seconds, against, TARGETS[tokens])
 
 
 def _check(label: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
@@ -194,14 +198,15 @@ def _both(
     return Comparison(*wall), Comparison(*process)
 
 
-def _adapters(contest: Contest, short: bool) -> None:
+def _adapters(contest: Contest, short: bool) -> Result:
     """A batch of which every row has one of the adapters, against the same batch without any."""
     names = contest.load_adapters()
     inputs = _input(ADAPTER_TOKENS, contest.hidden)
     rows = [names[row % ADAPTERS] for row in range(ADAPTER_TOKENS)]
 
     def forward(names: list[str | None]) -> torch.Tensor:
-        with contest.served.adapters.rows(names):
+        # A layer alone is handed tokens, not rows: one each.
+        with contest.served.adapters.rows(names, tokens=[1] * ADAPTER_TOKENS):
             return contest.ours(*inputs)
 
     base: list[str | None] = [None] * ADAPTER_TOKENS
@@ -213,20 +218,24 @@ def _adapters(contest: Contest, short: bool) -> None:
         f"{1 / wall.ratio():.2f} times the base (aim {ADAPTERS_TARGET}; best runs "
         f"{1 / wall.ratio(min):.2f}, by processor time {1 / process.ratio():.2f})"
     )
+    ours, base_seconds = map(statistics.median, (wall.ours, wall.theirs))
+    case = f"{ADAPTER_TOKENS} tokens, {ADAPTERS} adapters of rank {RANK}"
+    return timed("experts", case, ours, ("our base", base_seconds), 1 / ADAPTERS_TARGET)
 
 
-def _between(pairs: int, columns: int, short: bool) -> None:
+def _between(pairs: int, columns: int, short: bool) -> Result:
     """What lies between the two matmuls: SiLU(gate) * up and its codes, fused and in torch."""
     semantics = ActivationSemantics("silu", gated=True)
     key, producer = _block_key(), NativeActivation()
     gate, up = random_bf16(pairs, 2 * columns).chunk(2, -1)
     emission = Emission(contract_for(key))
-    report_speedup(
+    return report_speedup(
         "experts",
-        f"between, {pairs}x{columns} (aim {FUSED_TARGET}) against eager",
+        f"between, {pairs}x{columns} against eager",
         lambda: producer.produce(semantics, (gate, up), emission).activation.codes,
         lambda: eager_codes(F.silu(gate) * up, key),
         5 if short else 41 if pairs > 100 else 301,
+        FUSED_TARGET,
     )
 
 

@@ -20,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import branchline
 from benchmarks.harness import alternate_all, begin, say
+from benchmarks.results import Result
 from branchline.core.quant_key import FP8_DYNAMIC_TOKEN, FP8_STATIC_TENSOR
 from branchline.core.report import ReportPart
 from branchline.core.route import Route
@@ -36,6 +37,8 @@ FIXED = ("dynamic", "dual", "absorbed")
 SITE_ROWS, SITE_COLUMNS, SITE_RANKS = (2, 16, 128, 1024), (1536, 5632), (16, 32)
 TOKENS, ADAPTED = (4, 32, 128, 512), (0, 1, 4)
 REQUESTS, RANK = 4, 16
+#: What part of the best speed policy `auto` should keep.
+SITE_AIM, MODEL_AIM = 0.95, 0.97
 
 
 class Choice(ReportPart):
@@ -121,10 +124,31 @@ def measure(short: bool = False) -> Results:
     )
 
 
-def run(short: bool = False) -> None:
-    """Print what every policy's choices cost beyond the best ones."""
+def run(short: bool = False) -> list[Result]:
+    """Print and return what every policy's choices cost beyond the best ones."""
     begin("policy auto")
-    _tell(measure(short))
+    found = measure(short)
+    _tell(found)
+    results = [
+        _regret(name, "sites, on average", regret, SITE_AIM if name == "auto" else None)
+        for name, regret in found.regret.items()
+    ]
+    results += [_regret(name, "sites, at worst", regret) for name, regret in found.worst.items()]
+    if found.model_regret is not None:
+        results.append(_regret("auto", "a whole model, on average", found.model_regret, MODEL_AIM))
+    return results
+
+
+def _regret(policy: str, where: str, regret: float, aim: float | None = None) -> Result:
+    return Result(
+        benchmark="auto",
+        case=f"{policy}, {where}",
+        value=100 * regret,
+        unit="% longer",
+        ratio=1 / (1 + regret),
+        against="the best choice",
+        aim=aim,
+    )
 
 
 def _tell(found: Results) -> None:
