@@ -137,6 +137,8 @@ class Batch:
         packed: the sequences lie one after the other in one, whatever their lengths: each token is
             a row of its own, and `rows` counts tokens.
         selected: of a packed batch, the tokens that the head is fed, where those are not all.
+        row_tokens: of a batch that is not packed, how many tokens each row has in the forward that
+            runs, as the model's entry saw it; None before that.
         ended: set when its block has ended; nothing may run under it any more, for its slots may
             be another adapter's by then.
     """
@@ -151,6 +153,7 @@ class Batch:
     ended: Flag = field(default_factory=Flag)
     packed: bool = False
     selected: Batch | None = None
+    row_tokens: int | None = None
 
     def fitting(self, shape: torch.Size) -> Batch:
         """What an input (..., K) holds: all tokens of a packed batch, or the selected ones."""

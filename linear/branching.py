@@ -210,7 +210,9 @@ def refuse_misfit(subject: str, layout: RowLayout, shape: torch.Size, batch: Bat
     if batch.packed:
         fits = shape[:-1].numel() == rows
     elif layout == RowLayout.FLAT:
-        fits = rows > 0 and len(shape) == 2 and shape[0] % rows == 0
+        # Any other number would be a selection of tokens, in which nobody knows whose each one is.
+        _refuse_selection(subject, rows, shape, batch.row_tokens)
+        return
     else:
         fits = shape[0] == rows
     if not fits:
@@ -221,4 +223,22 @@ def refuse_misfit(subject: str, layout: RowLayout, shape: torch.Size, batch: Bat
             "say how many tokens each row has, and which of them the head is fed"
             if batch.packed
             else "name one adapter (or None) for every row of the batch",
+        )
+
+
+def _refuse_selection(subject: str, rows: int, shape: torch.Size, tokens: int | None) -> None:
+    if tokens is None:
+        raise BatchError(
+            subject,
+            f"its input, {tuple(shape)}, holds all tokens one after the other, and how many each "
+            f"of the batch's {rows} rows has is not known",
+            "call the served model itself, not a part of it",
+        )
+    if len(shape) != 2 or shape[0] != rows * tokens:
+        raise BatchError(
+            subject,
+            f"its input has shape {tuple(shape)} but the model was called with {rows} rows of "
+            f"{tokens} tokens: which of them belong to which row's adapter is not known",
+            "leave this layer out of the adapter's targets, or run these inputs without an "
+            "adapter on it",
         )

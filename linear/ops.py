@@ -33,7 +33,8 @@ def register(target: Any) -> int:
 
 def resolve(handle: int) -> Any:
     """The object behind a handle of this process."""
-    return _objects[handle]
+    # A graph may hold a symbol in its place, where it was traced for several layers.
+    return _objects[int(handle)]
 
 
 @dataclass(eq=False)
@@ -108,6 +109,21 @@ def routed_experts(
 @routed_experts.register_fake
 def _(x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, handle: int) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("branchline::entered", mutates_args=())
+def entered(x: torch.Tensor, handle: int) -> torch.Tensor:
+    """A copy of `x`, (R, T, ...), made where the object behind `handle` has seen its shape.
+
+    What a graph computes of the copy is computed after that.
+    """
+    resolve(handle).see(x)
+    return x.clone()
+
+
+@entered.register_fake
+def _(x: torch.Tensor, handle: int) -> torch.Tensor:
+    return torch.empty_like(x)
 
 
 @torch.library.custom_op("branchline::routed_module", mutates_args=())

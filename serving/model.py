@@ -29,11 +29,7 @@ from .config import Quant, WrapConfig
 from .parallel.ranks import Ranks
 from .peft_surface import REFUSED, PeftSurface
 from .requantize import requantized
-
-# Inputs whose first dimension is the batch's rows, by the names transformers gives them.
-_ROW_INPUTS = (
-    "input_ids", "inputs", "inputs_embeds", "decoder_input_ids", "pixel_values", "input_features",
-)  # fmt: skip
+from .row_tokens import first_input
 
 _BATCHING = "it packs prompts into one row and runs in a thread of its own, without this batch"
 _NOT_SAVED = "the quantised linears are no parameters, so a checkpoint would lack them"
@@ -63,21 +59,14 @@ def _refuse(name: str) -> None:
         raise RefusedAttributeError(f"{name} of a served model", reason, remedy)
 
 
-def _first_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-    """A call's first input; None where it has none that shows its rows."""
-    named = [kwargs.get(name) for name in _ROW_INPUTS]
-    first = next((v for v in (*args[:1], *named) if isinstance(v, torch.Tensor)), None)
-    return None if first is None or not first.dim() else first
-
-
 def _count(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
     """The rows of a call's first input; None where it has none that shows them."""
-    first = _first_input(args, kwargs)
+    first = first_input(args, kwargs)
     return None if first is None else first.shape[0]
 
 
 def _check_packed(batch: Batch, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    first = _first_input(args, kwargs)
+    first = first_input(args, kwargs)
     if first is None:
         return
     tokens = first.shape[:2].numel()

@@ -263,7 +263,8 @@ class _Check:
     def _batch(self, plan: Plan, slots: torch.Tensor, packed: bool) -> Batch:
         if packed:
             slots = slots.repeat_interleave(self._rows.rows, dim=1)
-        return Batch(plan, slots.shape[1], slots, packed=packed)
+        tokens = None if packed else self._rows.rows
+        return Batch(plan, slots.shape[1], slots, packed=packed, row_tokens=tokens)
 
     def _plans(self, live: Mapping[int, str]) -> list[tuple[Plan, list[Site]]]:
         """Plans for these adapters, each with the sites whose route no plan before it has.

@@ -57,6 +57,7 @@ from .inputs import Prompts, calibration_batches, example_inputs
 from .model import ServedModel
 from .parallel.split import SplitModel
 from .places import find_places
+from .row_tokens import RowTokens
 from .settings import ignored_linears
 
 # Settings that a quantised checkpoint has answered.
@@ -154,6 +155,7 @@ class Wrapping:
         )
         served.ranks = self.split.ranks
         self.undo.callback(served.watch_rows().remove)
+        self._watch_tokens()
         return served
 
     def prepare(
@@ -181,6 +183,12 @@ class Wrapping:
         self.undo.callback(found.uninstall)
         self._place_others(found)
         return found, ranges
+
+    def _watch_tokens(self) -> None:
+        """Where no adapter can come, or no place asks, a forward costs nothing more."""
+        if self.limits.count and RowTokens.are_asked_for(self.registry):
+            for handle in RowTokens(self.registry).watch(self.model):
+                self.undo.callback(handle.remove)
 
     def planner(self, found: Discovery) -> Planner:
         """What makes the plans."""

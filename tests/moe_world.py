@@ -161,7 +161,8 @@ def run_rows(world: World, rows: list[int], tokens: int, *, packed: bool = False
         slots[layer.index] = torch.tensor([held[row] if row >= 0 else -1 for row in rows])
     if packed:
         slots = slots.repeat_interleave(tokens, 1)
-    batch = Batch(plan, slots.shape[1], slots, packed=packed)
+    each = None if packed else tokens
+    batch = Batch(plan, slots.shape[1], slots, packed=packed, row_tokens=each)
     total = tokens * len(rows)
     x, (index, weights) = world.tokens(total, seed), world.routing(total, 2, seed)
     with BatchScope(world.registry.owner, batch):

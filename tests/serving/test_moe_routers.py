@@ -77,7 +77,7 @@ def test_packed_tokens_go_by_their_own_rows(tmp_path: Path):
     with served.adapters.rows(["routed", None], tokens=[2, 3]):
         packed = router(hidden)
     alone = router(hidden)
-    with served.adapters.rows(["routed"]):
+    with served.adapters.rows(["routed"], tokens=[2]):
         own = router(hidden[:2])
     for got, first, rest in zip(packed, own, alone, strict=True):
         assert torch.equal(got[:2], first)
