@@ -1,8 +1,8 @@
-"""Proof on the user's own machine: every producer that runs there against the oracle."""
+"""Proof on the user's own machine: every kernel that runs there against the oracle."""
 
 from .cases import Case, arrangements, cases
 from .report import Difference, Line, VerifyReport
-from .run import verify
+from .run import verify, verify_all
 
 __all__ = [
     "Case",
@@ -12,4 +12,5 @@ __all__ = [
     "arrangements",
     "cases",
     "verify",
+    "verify_all",
 ]

@@ -93,6 +93,27 @@ def within_rounding(
     return _first(differs, got, exact.float())
 
 
+def within_sums(
+    got: torch.Tensor, exact: torch.Tensor, magnitude: torch.Tensor, terms: int
+) -> Found:
+    """As `within_rounding`, of sums of scaled products that were rounded to bfloat16 once more.
+
+    Args:
+        got: bfloat16 (..., N).
+        exact: in float64.
+        magnitude: the sums of the products' magnitudes, in float64.
+        terms: products in a sum.
+
+    Tensor cores add FP8 products with 14 bits or so, 128 columns at a time.
+    """
+    if got.shape != exact.shape or got.dtype != torch.bfloat16:
+        return Found(1, 1, (), _kind(got), _kind(exact))
+    unit = 2.0**-11 if got.is_cuda else 2.0**-24 * (8 + terms**0.5)
+    bound = 2.0**-8 * 1.01 * exact.abs() + unit * magnitude + terms * 2.0**-133
+    differs = ~((got.double() - exact).abs() <= bound)
+    return _first(differs, got, exact.float())
+
+
 def _first(
     differs: torch.Tensor, got: torch.Tensor, wanted: torch.Tensor, elements: int | None = None
 ) -> Found:

@@ -19,13 +19,24 @@ _COLOURS = {"pass": "green", "fail": "red", "not here": "yellow"}
 Kind = Literal["pass", "fail", "not here"]
 
 
+#: Characters; a compiler's message can be the whole kernel.
+_LONGEST_ERROR = 300
+
+
+def error_text(error: Exception) -> str:
+    """What was raised, on one line of bounded length."""
+    text = " ".join(f"raised {type(error).__name__}: {error}".split())
+    return text if len(text) <= _LONGEST_ERROR else f"{text[:_LONGEST_ERROR]}…"
+
+
 class Difference(ReportPart):
     """The first difference of a line.
 
     Attributes:
         case: the input, by name.
         key: the key with its layout.
-        what: which output: "codes", "scale", "raw", "shrunk", "residual", or "error".
+        what: which output: "codes", "scale", "raw", "shrunk", "residual", or "error"; of a matmul
+            "output", "row alone" or "row among others".
         index: of the element in that output.
         input: the inputs that the element comes from.
         got: what the producer made.
@@ -52,10 +63,10 @@ class Line(ReportPart):
     """One implementation of one registry entry.
 
     Attributes:
-        producer: its name in the registry.
-        family: of the semantics.
-        key: the plain key.
-        route: what is emitted beside the codes.
+        producer: its name in the registry; of a matmul, the kernel's.
+        family: of the semantics; of a matmul, whether it is a linear's or that of experts.
+        key: the plain key; of a matmul, the scheme.
+        route: what is emitted beside the codes; of a matmul "base".
         verdict: "not here" where nothing was compared.
         reason: why nothing was compared; empty otherwise.
         refused: what its predicates refused among cases of which others were compared.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -26,10 +26,8 @@ from ..registry import REGISTRY, EntryKey, ProducerRegistry
 from .cases import DTYPE, Case, arrangements, cases
 from .compare import Found, fill_unwritten, input_text, same_bits, untouched, within_rounding
 from .machine import device_name, on_device, parse_device, versions
-from .report import SCHEMA_VERSION, Difference, Line, VerifyReport
-
-#: Characters; a compiler's message can be the whole kernel.
-_LONGEST_ERROR = 300
+from .matmuls import Kernel, matmul_kernels, matmul_lines
+from .report import SCHEMA_VERSION, Difference, Line, VerifyReport, error_text
 
 
 def verify(
@@ -38,6 +36,7 @@ def verify(
     *,
     registry: ProducerRegistry = REGISTRY,
     families: Iterable[str] | None = None,
+    matmuls: Sequence[Kernel] = (),
 ) -> VerifyReport:
     """Compare every kernel producer that runs on `device` with the oracle, bit for bit.
 
@@ -50,6 +49,7 @@ def verify(
         quick: few shapes and variants; seconds.
         registry: whose producers.
         families: which semantics; None for all.
+        matmuls: kernels of base weights to be compared too, as `matmuls.py` says.
 
     Raises:
         ConfigError: the device is unknown or not there.
@@ -62,6 +62,7 @@ def verify(
     with torch.no_grad(), on_device(chosen):
         for family, entries in by_family.items():
             lines += _Family(family, entries, chosen, facts, quick).lines()
+        lines += matmul_lines(chosen, facts, quick=quick, kernels=matmuls)
     return VerifyReport(
         schema_version=SCHEMA_VERSION,
         device=str(chosen),
@@ -72,6 +73,15 @@ def verify(
         seconds=round(time.perf_counter() - started, 3),
         lines=tuple(lines),
     )
+
+
+def verify_all(device: str = "cpu", quick: bool = False) -> VerifyReport:
+    """`verify` of all producers and of all matmul kernels.
+
+    Raises:
+        ConfigError: the device is unknown or not there.
+    """
+    return verify(device, quick, matmuls=matmul_kernels())
 
 
 _Entries = dict[QuantKey, dict[Route, tuple[Producer, ...]]]
@@ -125,10 +135,7 @@ class _Tally:
             )
 
     def fail(self, call: _Call, error: Exception) -> None:
-        text = " ".join(f"raised {type(error).__name__}: {error}".split())
-        if len(text) > _LONGEST_ERROR:
-            text = f"{text[:_LONGEST_ERROR]}…"
-        self.add(call, "error", Found(0, 1, (), text, "outputs"), torch.Size())
+        self.add(call, "error", Found(0, 1, (), error_text(error), "outputs"), torch.Size())
 
     def line(self, name: str, family: str, key: QuantKey, route: Route) -> Line:
         refused = tuple(self.refusals)

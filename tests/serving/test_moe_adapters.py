@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft.tuners.lora.layer import LoraLayer
+from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 from transformers.integrations.finegrained_fp8 import FP8Experts
@@ -147,7 +147,14 @@ def test_peft_on_fp8_experts_of_transformers_loses_the_adapter(folders):
     # What an adapter should do, and what is left of it where PEFT adds it to codes, which are
     # hundreds of times as large as the weights that they stand for.
     change = peft_logits(reference, folders["experts"], IDS) - base
-    left = peft_logits(coded, folders["experts"], IDS) - base
+    adapted = loaded_by_peft(coded, folders["experts"])
+    wrapped = [m for m in adapted.modules() if isinstance(m, ParamWrapper)]
+    assert {m.parameter_name for m in wrapped} == set(BOTH)
+    # It is there, and as large as it is for weights that are no codes.
+    deltas = [m.get_delta_weight("default").float().abs().max() for m in wrapped]
+    assert min(deltas) > 0.1
+    with torch.no_grad():
+        left = adapted(IDS).logits - base
     assert change.norm() > 0.1 * base.norm()
     assert left.norm() < 0.05 * change.norm()
 
