@@ -14,7 +14,7 @@ from ....core.quantized_activation import QuantizedActivation, as_quantized_acti
 from ....core.scheme import LinearScheme
 from ....core.selection import Verdict
 from ...contract import InputContract
-from ...kernels.base import BaseKernel, LinearConfig
+from ...kernels.base import BaseKernel, LinearConfig, QuantizedKernel
 from ...quantizers import quantize_input
 from ..pairs import Pairs, combine
 from ..weight import ExpertsWeight
@@ -210,3 +210,25 @@ class QuantizedGroupedKernel(GroupedKernel):
             # Once a token, however many experts read it.
             quantized = quantize_input(x, self.contract, consumer)
         return self.multiply(x if quantized is None else quantized, pairs, by_token=by_token)
+
+
+class LikeLinearKernel(QuantizedGroupedKernel):
+    """A grouped kernel that serves what one of a linear's does, on the same machines.
+
+    Attributes:
+        linear: that one.
+    """
+
+    linear: type[QuantizedKernel]
+
+    @classmethod
+    def is_supported(cls, platform: Platform) -> Verdict:
+        return cls.linear.is_supported(platform)
+
+    @classmethod
+    def can_implement(cls, config: GroupedConfig) -> Verdict:
+        return cls.linear.can_implement(config.linear)
+
+    @classmethod
+    def consumes(cls, config: GroupedConfig) -> QuantKey | None:
+        return cls.linear.consumes(config.linear)

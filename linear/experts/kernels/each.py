@@ -10,41 +10,29 @@ import torch
 import torch.nn.functional as F
 
 from ....core.errors import ContractError
-from ....core.platform import Platform
-from ....core.quant_key import QuantKey, ScaleLayout
+from ....core.quant_key import ScaleLayout
 from ....core.quantized_activation import QuantizedActivation, as_quantized_activation
 from ....core.selection import Verdict
 from ...contract import InputContract
-from ...kernels.base import QuantizedKernel
 from ...kernels.emulated import EmulatedLinear
 from ...kernels.w8a16 import W8A16Linear
 from ...outputs import empty
 from ...probing import is_probing
 from ..pairs import Pairs
 from ..weight import ExpertsWeight
-from .base import GroupedConfig, GroupedKernel, QuantizedGroupedKernel
+from .base import GroupedConfig, GroupedKernel, LikeLinearKernel
 
 
-class _EachExpert(QuantizedGroupedKernel):
+class _EachExpert(LikeLinearKernel):
     """One kernel of a linear for each expert."""
-
-    linear: type[QuantizedKernel]
-
-    @classmethod
-    def is_supported(cls, platform: Platform) -> Verdict:
-        return cls.linear.is_supported(platform)
 
     @classmethod
     def can_implement(cls, config: GroupedConfig) -> Verdict:
-        verdict = cls.linear.can_implement(config.linear)
+        verdict = super().can_implement(config)
         key = cls.linear.consumes(config.linear) if verdict.ok else None
         if key is not None and key != key.plain():
             return Verdict(False, f"rows of single experts cannot be cut out of {key}")
         return verdict
-
-    @classmethod
-    def consumes(cls, config: GroupedConfig) -> QuantKey | None:
-        return cls.linear.consumes(config.linear)
 
     def _take(self, weight: ExpertsWeight) -> None:
         biases = [None] * len(weight) if self._bias is None else list(self._bias)

@@ -5,35 +5,17 @@ from __future__ import annotations
 import torch
 
 from ....core.errors import ContractError
-from ....core.platform import Platform
-from ....core.quant_key import QuantKey
 from ....core.quantized_activation import QuantizedActivation, as_quantized_activation
-from ....core.selection import Verdict
-from ...kernels.base import QuantizedKernel
 from ...kernels.native_fp8 import NativeFp8Linear, NativeW8A16Linear
 from ...kernels.packed import PackedInput
 from ..pairs import Pairs
 from ..weight import ExpertsWeight
-from .base import GroupedConfig, QuantizedGroupedKernel
+from .base import LikeLinearKernel
 from .packed import PackedExpertCodes
 
 
-class _NativeExperts(QuantizedGroupedKernel):
+class _NativeExperts(LikeLinearKernel):
     """A pair's bytes are those of the linear's kernel on its row."""
-
-    linear: type[QuantizedKernel]
-
-    @classmethod
-    def is_supported(cls, platform: Platform) -> Verdict:
-        return cls.linear.is_supported(platform)
-
-    @classmethod
-    def can_implement(cls, config: GroupedConfig) -> Verdict:
-        return cls.linear.can_implement(config.linear)
-
-    @classmethod
-    def consumes(cls, config: GroupedConfig) -> QuantKey | None:
-        return cls.linear.consumes(config.linear)
 
     def _take(self, weight: ExpertsWeight) -> None:
         self._packed = PackedExpertCodes(weight, self._bias, self.contract.key)

@@ -4,42 +4,30 @@ from __future__ import annotations
 
 import torch
 
-from .....core.platform import Platform
-from .....core.quant_key import QuantKey
 from .....core.quantized_activation import QuantizedActivation
 from .....core.selection import Verdict
-from ....kernels.triton.fp8 import TritonBlockScaledLinear, TritonLinear, TritonRowwiseLinear
+from ....kernels.triton.fp8 import TritonBlockScaledLinear, TritonRowwiseLinear
 from ....outputs import empty
 from ...pairs import Pairs
 from ...weight import ExpertsWeight
-from ..base import GroupedConfig, QuantizedGroupedKernel
+from ..base import GroupedConfig, LikeLinearKernel
 from ..stacked import StackedWeight
 
 #: Every program looks for its expert among all of them.
 _MOST_EXPERTS = 1024
 
 
-class TritonExperts(QuantizedGroupedKernel):
+class TritonExperts(LikeLinearKernel):
     """What both kernels have in common: they serve what a linear's do, and launch once.
 
     A pair gets the bytes that its expert's linear gives its row, among any number of rows.
     """
 
-    linear: type[TritonLinear]
-
-    @classmethod
-    def is_supported(cls, platform: Platform) -> Verdict:
-        return cls.linear.is_supported(platform)
-
     @classmethod
     def can_implement(cls, config: GroupedConfig) -> Verdict:
         if config.experts > _MOST_EXPERTS:
             return Verdict(False, f"it serves {_MOST_EXPERTS} experts a layer, not more")
-        return cls.linear.can_implement(config.linear)
-
-    @classmethod
-    def consumes(cls, config: GroupedConfig) -> QuantKey | None:
-        return cls.linear.consumes(config.linear)
+        return super().can_implement(config)
 
     def _take(self, weight: ExpertsWeight) -> None:
         self._stack = StackedWeight.of(weight)
