@@ -174,7 +174,7 @@ class _Discoverer:
             if isinstance(module, RoutedExperts):
                 up, down = module.up, module.down
                 site = module.make_site(
-                    partial(self._add_experts_site, down, module.gate.modules),
+                    partial(self._add_experts_site, down, module.own_activation.modules),
                     self._experts_per_token(module.name),
                 )
                 self.between.append((module, site))

@@ -67,7 +67,7 @@ class ExpertsSite(Site):
         return Emission(self.contract, route, name, shrinks=(request,))
 
 
-class Gate:
+class OwnActivation:
     """What lies between the projections, by the model's own code.
 
     Args:
@@ -167,7 +167,7 @@ class RoutedExperts(nn.Module):
         # What the model's own code calls keeps its names, and so do hooks on it.
         for child_name, child in original.named_children():
             self.add_module(child_name, child)
-        self.gate = Gate(original, form)
+        self.own_activation = OwnActivation(original, form)
         self.shard = shard
         # In tuples, so that they do not become children.
         self._projections = (up, down)
@@ -239,7 +239,7 @@ class RoutedExperts(nn.Module):
         The model's own code stays in place where what it computes is not known.
         """
         down = self.down
-        finding = self.gate.identified(down.dtype, down.device)
+        finding = self.own_activation.identified(down.dtype, down.device)
         semantics = finding.semantics
         known = isinstance(semantics, ActivationSemantics)
         facts = SiteFacts(
@@ -303,12 +303,12 @@ class RoutedExperts(nn.Module):
     def _between(self, out: torch.Tensor, rows: PairRows) -> torch.Tensor | QuantizedActivation:
         site = self.site
         if site is None or site.facts.semantics is None:
-            return self.gate(out)
-        change = self.gate.change()
+            return self.own_activation(out)
+        change = self.own_activation.change()
         if change:
             # The linears of a module are fed raw then, which is always right.
             site.count_own_code(change)
-            return self.gate(out)
+            return self.own_activation(out)
         inputs = out.chunk(2, -1) if self.form.gated else (out,)
         return site.between(rows, *inputs)
 
