@@ -135,12 +135,17 @@ def _head(found: dict[str, Measured]) -> str:
         "one process, so that a busy machine slows both; figures are medians. An aim is what a "
         "ratio should be at least.",
         "",
-        f"Of {len(aimed)} aims {met} were met in these runs; the tables name the others.",
-        "",
+        *_aims(met, len(aimed)),
         *(f"- {run}" for run in runs),
         "",
     ]
     return "\n".join(lines)
+
+
+def _aims(met: int, count: int) -> list[str]:
+    if not count:
+        return []
+    return [f"Of {count} aims {met} were met in these runs; the tables name the others.", ""]
 
 
 def _machine(run: Run) -> str:
