@@ -67,7 +67,10 @@ DeviceOption = Annotated[
     ),
 ]
 TokensOption = Annotated[
-    int, typer.Option(min=1, help="Tokens of the batches that bytes and times are told for.")
+    int,
+    typer.Option(
+        min=1, max=1 << 20, help="Tokens of the batches that bytes and times are told for."
+    ),
 ]
 LoadOption = Annotated[
     bool,
@@ -95,7 +98,7 @@ WatchOption = Annotated[
     bool, typer.Option("--watch", help="Of a server: show its routes live, until Ctrl-C.")
 ]
 IntervalOption = Annotated[
-    float, typer.Option(min=0.1, help="With --watch: seconds between two looks.")
+    float, typer.Option(min=0.1, max=3600, help="With --watch: seconds between two looks.")
 ]
 
 #: The rule of comparisons.
@@ -142,18 +145,30 @@ def audit(
     """Show for every site who reads its output, its route for each set of adapters, and its cost.
 
     The sets are: no adapter, each adapter alone, all of them together.  Weights are not loaded:
-    config, headers and adapters tell all but what was calibrated.  Exit code 0 where all is well, 1
+    config, headers and adapters tell all but what was calibrated; with --load everything has to
+    load.  Exit code 0 where all is well, 1
     where a rule of --fail-on fires, 2 where a part could not be audited (the rest is shown all the
     same).
     """
     form = _Form(json, markdown, html, tuple(fail_on or ()), compare)
     policies = list(dict.fromkeys((*(policy or ()), *(compare or ()))))
     try:
+        if json and markdown:
+            raise typer.BadParameter("prints one of the two", param_hint="--json, --markdown")
+        if compare is not None and (markdown or html is not None):
+            raise typer.BadParameter(
+                "is for whole audits; a comparison is text or --json",
+                param_hint="--markdown, --html",
+            )
         if targets[0] == "diff" and len(targets) > 1:
+            _refuse_of_differences(
+                adapter, adapters_dir, traffic, policy, compare, device, load, calibration, watch,
+                markdown, html,
+            )  # fmt: skip
             code = _diff(targets[1:], form)
         elif len(targets) > 1:
             raise typer.BadParameter(f"one model, not {len(targets)}: {' '.join(targets)}")
-        elif targets[0].startswith(("http://", "https://")):
+        elif targets[0].lower().startswith(("http://", "https://")):
             _refuse_of_servers(adapter, adapters_dir, device, load, calibration)
             code = _of_server(targets[0], api_key, policies, tokens, form, watch, interval)
         else:
@@ -194,8 +209,11 @@ def _finish(report: AuditReport, rules: Sequence[Rule], form: _Form) -> int:
         write(report, fired, json=form.json, markdown=form.markdown, html=form.html)
         return code
     from ..policies.audit.diff import compare
+    from ..policies.base import label_of
+    from ..policies.policy import make_policy
 
-    return max(code, _tell_diff(compare(report, *form.compare), form))
+    first, second = (label_of(make_policy(text)) for text in form.compare)
+    return max(code, _tell_diff(compare(report, first, second), form))
 
 
 def _tell_diff(found: AuditDiff, form: _Form) -> int:
@@ -229,11 +247,32 @@ def _of_server(
     rules = _rules(form)
     with RemoteAudit(url, api_key, policies) as remote:
         if watches:
+            _refuse_of_watching(form)
             from .watch import watch
 
             watch(remote.report, console(), interval)
             return 0
         return _finish(remote.report(tokens), rules, form)
+
+
+def _refuse_of_watching(form: _Form) -> None:
+    given = {
+        "--json": form.json, "--markdown": form.markdown, "--html": form.html,
+        "--fail-on": form.fail_on, "--compare": form.compare,
+    }  # fmt: skip
+    for flag, value in given.items():
+        if value:
+            raise typer.BadParameter("is for one look, not for --watch", param_hint=flag)
+
+
+def _refuse_of_differences(*given: object) -> None:
+    flags = (
+        "--adapter", "--adapters-dir", "--traffic", "--policy", "--compare", "--device", "--load",
+        "--calibration", "--watch", "--markdown", "--html",
+    )  # fmt: skip
+    for flag, value in zip(flags, given, strict=True):
+        if value:
+            raise typer.BadParameter("has no effect on two saved audits", param_hint=flag)
 
 
 def _refuse_of_servers(*given: object) -> None:
@@ -320,8 +359,8 @@ def read_traffic(path: Path) -> dict[str, float]:
             if isinstance(entry, dict)
         }
     try:
-        return TypeAdapter(dict[str, Annotated[float, Field(ge=0, strict=True)]]).validate_python(
-            given
-        )
+        return TypeAdapter(
+            dict[str, Annotated[float, Field(ge=0, le=1e15, strict=True)]]
+        ).validate_python(given)
     except ValidationError as error:
         raise ConfigError(subject, "holds no numbers by name", remedy) from error

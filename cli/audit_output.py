@@ -23,7 +23,7 @@ INCOMPLETE = 2
 
 
 def told(report: AuditReport, rules: Sequence[Rule]) -> tuple[Fired, ...]:
-    """The rules that fire; those that cannot be answered become problems of the report.
+    """The rules that fire.
 
     Raises:
         ConfigError: a rule asks for what was not audited.
@@ -83,7 +83,7 @@ def write_diff(found: AuditDiff, *, json: bool) -> None:
 
 
 def code_of(report: AuditReport, fired: tuple[Fired, ...]) -> int:
-    """The exit code: 2 where a part could not be audited, 1 where a rule fired."""
+    """The exit code: 2 where a part could not be audited, 1 where a rule fired or facts differ."""
     if report.problems:
         return INCOMPLETE
-    return FIRED if fired else 0
+    return FIRED if fired or any(site.mismatches for site in report.sites) else 0

@@ -18,12 +18,17 @@ from .session import JsonOption
 _SLOTS = (4, 8, 16, 32)
 #: Given by flags of the command's own.
 _OWN = ("policy", "max_loras", "max_lora_rank", "lora_slots")
+#: What no simulation hangs on.
+_USELESS = (
+    "max_model_len", "enable_prefix_caching", "max_cpu_loras", "max_cpu_lora_bytes",
+    "allowed_roots", "max_adapter_bytes", "allow_base_mismatch", "lora_dtype", "percentile",
+)  # fmt: skip
 
 ModelOption = Annotated[
     Path, typer.Option("--model", metavar="MODEL", help="Folder of a transformers checkpoint.")
 ]
 AdaptersOption = Annotated[
-    int, typer.Option(min=0, help="How many adapters a drawn trace chooses from.")
+    int, typer.Option(min=0, max=10**7, help="How many adapters a drawn trace chooses from.")
 ]
 TraceOption = Annotated[
     str,
@@ -56,7 +61,9 @@ DeviceOption = Annotated[
         metavar="KIND", help=f"Of the replicas ({', '.join(DEVICE_KINDS)}); unset: this machine."
     ),
 ]
-ReplicasOption = Annotated[int, typer.Option(min=1, help="How many replicas share the trace.")]
+ReplicasOption = Annotated[
+    int, typer.Option(min=1, max=10**6, help="How many replicas share the trace.")
+]
 RoutingOption = Annotated[
     str, typer.Option(help="affinity (an adapter's requests to one replica) or spread (in turn).")
 ]
@@ -65,7 +72,7 @@ SampleOption = Annotated[
 ]
 
 
-@with_settings(EngineConfig, panel="Engine", without=_OWN)
+@with_settings(EngineConfig, panel="Engine", without=(*_OWN, *_USELESS))
 def simulate(
     *,
     model: ModelOption,
@@ -104,15 +111,17 @@ def simulate(
     note(f"reading {model}")
     with results_only_on_stdout(), ExitStack() as undo:
         hollow = HollowModel.of(model, settings, costs.device.platform, undo)
+        clocks = {one: ModelClock(hollow, costs, one, kinds) for one in policies}
         asked = Simulation(
             read,
             kinds,
-            {one: ModelClock(hollow, costs, one, kinds) for one in policies},
+            clocks,
             settings,
             tuple(slots or _SLOTS),
             replicas,
             Routing(routing),
             sample,
+            next(iter(clocks.values())).blocks(settings),
         )
         described = costs.device
         report = asked.run(

@@ -5,11 +5,13 @@ How to write one: docs/policies.md.
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+from pydantic import BaseModel
 
 from ..core.platform import Platform
 from ..core.quant_key import QuantKey
@@ -50,6 +52,24 @@ class SiteState:
     key: QuantKey | None = None
     batch: BatchClass | None = None
     traffic: SiteTraffic | None = None
+
+
+def label_of(policy: Policy) -> str:
+    """A policy as it is written: its name, and options that are not its defaults."""
+    options = []
+    for name, default in _defaults(policy):
+        value = getattr(policy, name)
+        if value != default:
+            options.append(f"{name}={value}")
+    return f"{policy.name}:{','.join(options)}" if options else policy.name
+
+
+def _defaults(policy: Policy) -> list[tuple[str, Any]]:
+    if isinstance(policy, BaseModel):
+        return [(name, field.default) for name, field in type(policy).model_fields.items()]
+    if dataclasses.is_dataclass(policy):
+        return [(field.name, field.default) for field in dataclasses.fields(policy)]
+    return []
 
 
 #: Routes that keep nothing for raw readers, or everything.

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
 
 import torch
 
-from ..core.errors import ConfigError, KernelUnavailableError
+from ..core.errors import BranchlineError, ConfigError, KernelUnavailableError
 from ..core.platform import Platform
 from ..core.route import Route
 from ..core.selection import Rejection
@@ -31,8 +32,12 @@ from .plan import OutOfService, Plan, SitePlan
 from .reasons import ReasonCode, code_of
 
 _KEPT_PLANS = 1024
-_ONLY_EMULATED = "only emulated"
 _BY_ROW = frozenset({Route.DUAL, Route.ABSORBED})
+
+
+@dataclass(frozen=True)
+class _PassedOver(Selection):
+    """Of a site that is unfused because what its policy preferred would only be emulated."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +169,7 @@ class Planner:
     def _on_device(self, policy: Policy) -> Policy:
         bound = self._bound.get(policy)
         if bound is None:
-            bound = self._bound[policy] = policy.bound(self.platform)
+            bound = self._bound[policy] = _bound(policy, self.platform)
         return bound
 
     def _make(
@@ -202,12 +207,12 @@ class Planner:
                 code = ReasonCode.OUT_OF_SERVICE
         else:
             state = self._state(site, live, readers, batch)
-            choices = _checked(policy, state, site, policy.choose(state))
+            choices = _checked(policy, state, site, _chosen(policy, state))
             choice, selection = self._first_possible(site, choices, readers, fused)
             code = code_of(choice.route, readers)
             if isinstance(selection, _Withdrawn):
                 code = ReasonCode.OUT_OF_SERVICE
-            elif choice.route == Route.UNFUSED and _ONLY_EMULATED in choice.reason:
+            elif isinstance(selection, _PassedOver):
                 code = ReasonCode.EMULATED
         return _site_plan(site, choice, code, selection, readers), selection
 
@@ -253,6 +258,7 @@ class Planner:
         """The first choice that a producer serves; its reason says why those before it failed."""
         rejected: tuple[Rejection, ...] = ()
         failed: list[str] = []
+        emulated = False
         for choice in choices:
             if choice.route == Route.UNFUSED:
                 selection = Selection(None)
@@ -265,11 +271,14 @@ class Planner:
                 reason = "; ".join([*failed, selection.reason])
                 return RouteChoice(Route.UNFUSED, reason), _Withdrawn(None, rejected)
             if _only_emulated(selection, fused):
-                failed.append(f"not {choice.route}: {_ONLY_EMULATED}")
+                emulated = True
+                failed.append(f"not {choice.route}: only emulated")
                 continue
             if selection.producer is not None or choice.route == Route.UNFUSED:
                 reason = "; ".join([choice.reason, *failed])
-                return RouteChoice(choice.route, reason), Selection(selection.producer, rejected)
+                passed_over = emulated and choice.route == Route.UNFUSED
+                kind = _PassedOver if passed_over else Selection
+                return RouteChoice(choice.route, reason), kind(selection.producer, rejected)
             failed.append(f"not {choice.route}: {selection.reason}")
         return RouteChoice(Route.UNFUSED, "; ".join(failed)), Selection(None, rejected)
 
@@ -313,6 +322,48 @@ class Planner:
     def _shrink_rank(self, layer: RoutedLayer, live: Mapping[int, str]) -> int:
         holders = self.registry.branches(layer, live.keys()).values()
         return max((holder.shrink_rank or 0 for holder in holders), default=0)
+
+
+def _bound(policy: Policy, platform: Platform) -> Policy:
+    with _foreign(policy):
+        bound = policy.bound(platform)
+    if not isinstance(bound, Policy):
+        raise _broken(policy, f"bound() gave {bound!r}, which is no policy")
+    return bound
+
+
+def _chosen(policy: Policy, state: SiteState) -> tuple[RouteChoice, ...]:
+    """What a policy answers, if it is an answer."""
+    with _foreign(policy):
+        answer = policy.choose(state)
+    if not isinstance(answer, tuple) or not answer:
+        raise _broken(policy, f"choose() gave {answer!r}, no tuple of choices")
+    for choice in answer:
+        if not isinstance(choice, RouteChoice) or not isinstance(choice.route, Route):
+            raise _broken(policy, f"choose() gave {choice!r}, which is no choice of a route")
+        if not isinstance(choice.reason, str) or not choice.reason:
+            raise _broken(policy, f"choose() gave no reason for {choice.route}")
+    return answer
+
+
+@contextmanager
+def _foreign(policy: Policy) -> Iterator[None]:
+    """Code of other distributions may raise anything; whoever asked is told whose it was."""
+    try:
+        yield
+    except BranchlineError:
+        raise
+    except Exception as error:
+        raise _broken(policy, f"failed ({type(error).__name__}: {error})") from error
+
+
+def _broken(policy: Policy, reason: str) -> ConfigError:
+    return ConfigError(
+        f"policy {policy.name!r} of {type(policy).__module__}",
+        reason,
+        "mend the policy (branchline.policies.testkit tells what is wrong), or choose another "
+        "policy= (command line: --policy)",
+    )
 
 
 def _checked(

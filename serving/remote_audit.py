@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import httpx
 
@@ -11,6 +14,7 @@ from ..policies.audit.report import AuditReport
 from ..policies.audit.schema import parse_report
 
 _SECONDS = 60.0
+_MOST_BYTES = 1 << 30
 _WANTS_A_KEY = (401, 403)
 
 
@@ -29,6 +33,12 @@ class RemoteAudit:
         scheme, separator, rest = self.url.partition("://")
         self._shown = f"{scheme}{separator}{rest.rpartition('@')[2]}"
         self._policies = tuple(policies)
+        if api_key is not None and not api_key.isascii():
+            raise RemoteAuditError(
+                f"server {self._shown!r}",
+                "is given a key that no header can hold",
+                "pass one of its admin keys (command line: --api-key)",
+            )
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._client = httpx.Client(headers=headers, timeout=_SECONDS)
 
@@ -37,6 +47,19 @@ class RemoteAudit:
 
     def __exit__(self, *raised: object) -> None:
         self._client.close()
+
+    def _get(self, asked: Mapping[str, Any]) -> tuple[int, str, bytes]:
+        """Status, where a redirect leads, and the body; within a time and a size."""
+        deadline, body = time.monotonic() + _SECONDS, bytearray()
+        with self._client.stream("GET", f"{self.url}/audit", params=asked) as answer:
+            for part in answer.iter_bytes():
+                body += part
+                if len(body) > _MOST_BYTES or time.monotonic() > deadline:
+                    raise httpx.ReadTimeout(
+                        f"its answer takes more than {_SECONDS:g} s or {_MOST_BYTES} bytes"
+                    )
+            where = answer.headers.get("location", "") if answer.is_redirect else ""
+            return answer.status_code, where, bytes(body)
 
     def report(self, tokens: int = 64) -> AuditReport:
         """What the server says now.
@@ -51,26 +74,29 @@ class RemoteAudit:
         asked = {"tokens": str(tokens), "policy": list(self._policies)}
         subject = f"server {self._shown!r}"
         try:
-            answer = self._client.get(f"{self.url}/audit", params=asked)
+            status, where, body = self._get(asked)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             reason = f"cannot be reached ({type(error).__name__}: {error})"
             raise RemoteAuditError(
                 subject, reason, "check the address, and that branchline serve runs there"
             ) from error
-        if answer.status_code in _WANTS_A_KEY:
+        if status in _WANTS_A_KEY:
             raise RemoteAuditError(
                 subject, "wants a key", "pass one of its admin keys (command line: --api-key)"
             )
-        if answer.status_code != httpx.codes.OK:
-            reason = f"answers {answer.status_code}: {_message(answer)}"
+        text = body.decode("utf-8", "replace")
+        if where:
+            raise RemoteAuditError(subject, f"sends on to {where}", "name that address")
+        if status != httpx.codes.OK:
+            reason = f"answers {status}: {_message(text)}"
             raise RemoteAuditError(subject, reason, "see the server's log")
-        report = parse_report(answer.text, f"the audit of {subject}")
+        report = parse_report(text, f"the audit of {subject}")
         return report.model_copy(update={"source": "server"})
 
 
-def _message(answer: httpx.Response) -> str:
+def _message(text: str) -> str:
     """What an error of OpenAI's shape says, or how another one begins."""
     try:
-        return str(answer.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return answer.text[:200]
+        return str(json.loads(text)["error"]["message"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return text[:200]

@@ -99,7 +99,7 @@ def _headers_of(file: Path, whole: bool) -> dict[str, TensorHeader]:
         raise CheckpointError(subject, reason, "save it again with safetensors")
     try:
         read = _of_whole_file(file) if whole else _of_header(file)
-    except (SafetensorError, OSError, ValueError, LookupError, TypeError) as error:
+    except (SafetensorError, OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise CheckpointError(subject, f"cannot be read ({one_line(error)})", _RESTORE) from error
     for name, (dtype, _) in read.items():
         if dtype not in _DTYPES:

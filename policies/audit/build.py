@@ -12,7 +12,7 @@ from ...adapters.branch import LayerBranch
 from ...adapters.experts import ExpertsBranch
 from ...adapters.low_rank import LowRankSlots
 from ...adapters.version import AdapterInfo
-from ...core.errors import ConfigError
+from ...core.errors import AdapterNotFoundError, ConfigError
 from ...core.route import Route
 from ...fusion.discover import Unsited
 from ...fusion.site import Site
@@ -20,6 +20,7 @@ from ...linear.checkpoint import ResolvedQuant
 from ...linear.experts.layer import ExpertsLinear
 from ...linear.kernels.base import BaseKernel
 from ...linear.registry import LayerRegistry, Unwrapped
+from ..base import label_of
 from ..cost.model import CostModel
 from ..plan import Plan, SitePlan
 from ..planner import Planner
@@ -43,6 +44,14 @@ from .traffic import BatchTraffic, Load
 
 # With more adapters than this, only those in slots are planned for one by one.
 _MOST_PLANNED = 32
+_ROUTE_NAMES: Mapping[Route, Literal["fused", "unfused", "dual", "absorbed"]] = {
+    Route.FUSED: "fused",
+    Route.UNFUSED: "unfused",
+    Route.DUAL: "dual",
+    Route.ABSORBED: "absorbed",
+}
+#: Of one batch.
+MOST_TOKENS = 1 << 20
 _PACKAGES = ("branchline", "torch", "triton", "transformers", "peft")
 
 
@@ -106,9 +115,15 @@ def audit(
         tokens: of the batches that bytes and seconds are counted for.
 
     Raises:
-        ConfigError: a set is one text.
+        ConfigError: a set is one text, or `tokens` no number of tokens.
         AdapterNotFoundError: a set names an adapter that is not loaded.
     """
+    if type(tokens) is not int or not 0 < tokens <= MOST_TOKENS:
+        raise ConfigError(
+            f"tokens={tokens!r}",
+            f"is no whole number from 1 to {MOST_TOKENS}",
+            "name the size of a batch (command line: --tokens)",
+        )
     return _Audit(audited, policies, model, tokens).report(adapter_sets)
 
 
@@ -133,7 +148,9 @@ class _Audit:
         self.traffic = BatchTraffic(self.planner.registry, model, tokens)
         self.book = CostBook(self.planner, policies, self.traffic, tokens)
         # Of one that was only registered, nothing is known yet.
-        self.known = tuple(info for info in audited.adapters.list() if info.modules)
+        self.known = tuple(
+            info for info in audited.adapters.list() if info.modules and self._is_held(info)
+        )
         few = len(self.known) <= _MOST_PLANNED
         self.shown = tuple(info for info in self.known if few or info.slot is not None)
 
@@ -149,8 +166,8 @@ class _Audit:
             model=audited.model,
             versions=dict(_versions()),
             epoch=planner.registry.epoch,
-            policy=self.policies[0].name,
-            policies=tuple(policy.name for policy in self.policies),
+            policy=label_of(self.policies[0]),
+            policies=tuple(map(label_of, self.policies)),
             platform=str(planner.platform),
             native_reason=planner.platform.native_reason,
             device=_device(self.model),
@@ -170,6 +187,14 @@ class _Audit:
             unwrapped=_unwrapped(planner.registry.unwrapped),
         )
 
+    def _is_held(self, info: AdapterInfo) -> bool:
+        """Whether it is still there: others may unload adapters meanwhile."""
+        try:
+            self._costs(info)
+        except (AdapterNotFoundError, KeyError):
+            return False
+        return True
+
     def _sets(self) -> list[tuple[str, ...]]:
         names = [info.name for info in self.shown]
         sets = [(), *((name,) for name in names)]
@@ -179,7 +204,7 @@ class _Audit:
 
     def _planned(self, names: tuple[str, ...], policy: Policy) -> _PlannedSet:
         live = self.audited.adapters.live(names)
-        return _PlannedSet(policy.name, live, self.traffic.plan(self.planner, live, policy))
+        return _PlannedSet(label_of(policy), live, self.traffic.plan(self.planner, live, policy))
 
     def _costs(self, info: AdapterInfo) -> ShapeCost:
         ((identity, name),) = self.audited.adapters.live([info.name]).items()
@@ -321,7 +346,7 @@ def _route(plan: SitePlan, planned: _PlannedSet, load: Load, tokens: int) -> Rou
     return RouteReport(
         policy=planned.policy,
         adapters=planned.plan.adapters,
-        route=str(plan.route),
+        route=_ROUTE_NAMES[plan.route],
         code=str(plan.code),
         reason=plan.reason,
         producer=plan.producer,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Literal
 
 from ...core.route import Route
 from ...fusion.site import Site
+from ..base import label_of
 from ..plan import Plan
 from ..planner import Planner
 from ..policy import Policy, make_policy
@@ -147,7 +149,7 @@ class CostBook:
         ]
         extra = (batch.moved - base.moved) / self._tokens
         return AdapterCost(
-            policy=policy.name,
+            policy=label_of(policy),
             sites_unfused=changed.count(Route.UNFUSED),
             sites_dual=changed.count(Route.DUAL),
             sites_absorbed=changed.count(Route.ABSORBED),
@@ -209,10 +211,11 @@ class CostBook:
                 now != Route.UNFUSED and before == Route.UNFUSED
                 for now, before in zip(theirs.plan.routes, batch.plan.routes, strict=True)
             )
+            again = f"{kept} sites write codes again, " if kept else ""
             yield Advice(
-                text=f"policy {name} recovers {100 * saved / extra:.0f} % of what it costs: "
-                f"{kept} sites write codes again, {100 * saved / batch.moved:.1f} % less "
-                "activation traffic",
+                # Rounded down: what is left is not nothing.
+                text=f"policy {name} recovers {math.floor(100 * saved / extra)} % of what it "
+                f"costs: {again}{100 * saved / batch.moved:.1f} % less activation traffic",
                 sites=kept,
                 saved_share=saved / batch.moved,
             )

@@ -74,7 +74,7 @@ class AuditDiff(ReportPart):
 
     def render(self, console: Console) -> None:
         """Print it for a person."""
-        console.print(f"from {self.before} to {self.after}")
+        console.print(Text(f"from {self.before} to {self.after}"))
         if self.nothing:
             console.print("nothing changed")
         for title, names in (("gone", self.removed), ("new", self.added)):

@@ -41,6 +41,10 @@ class SiteGroup:
         """Of the model's activation traffic, all of them together."""
         return sum(site.share for site in self.sites)
 
+    def reason(self, route: RouteReport) -> str:
+        """The reason of one of the first's routes, as it holds for all of them."""
+        return without_index(route.reason) if len(self.sites) > 1 else route.reason
+
     def ran(self) -> dict[str, int]:
         """Calls by route, of all of them."""
         counts: dict[str, int] = {}

@@ -85,7 +85,7 @@ def _sites(report: AuditReport) -> Iterator[tuple[object, ...]]:
                 adapter_set(route.adapters),
                 f"{route.route}{by}",
                 f"{route.bytes_per_token:,.0f}",
-                route.reason,
+                group.reason(route),
             )
 
 

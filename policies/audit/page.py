@@ -36,7 +36,8 @@ def page(report: AuditReport, fired: Iterable[Fired] = ()) -> str:
     style, script = _file("audit.css"), _file("audit.js")
     groups = tuple(site_groups(report.sites))
     # All adapters together, so that every branch is drawn.
-    opened = max(range(len(report.adapter_sets)), key=lambda i: len(report.adapter_sets[i]))
+    sizes = list(map(len, report.adapter_sets))
+    opened = sizes.index(max(sizes)) if sizes else 0
     return _template().render(
         report=report,
         fired=tuple(fired),
@@ -50,7 +51,7 @@ def page(report: AuditReport, fired: Iterable[Fired] = ()) -> str:
         opened=opened,
         sets=[adapter_set(names) for names in report.adapter_sets],
         adapters=adapter_groups(report),
-        data=[list(map(_route, group.first.routes)) for group in groups],
+        data=[[_route(route, group) for route in group.first.routes] for group in groups],
         summary=tuple(_summary(report)),
         mismatches=[(site.site, text) for site in report.sites for text in site.mismatches],
         dearest=max((a.costs[0].extra_share for a in report.adapters), default=0.0),
@@ -96,11 +97,12 @@ def _station(group: SiteGroup, opened: int) -> dict[str, Any]:
         "ran": group.ran(),
         "mismatches": first.mismatches,
         "routes": first.routes,
+        "reason": group.reason,
         "shown": first.routes[opened] if first.routes else None,
     }
 
 
-def _route(route: RouteReport) -> dict[str, Any]:
+def _route(route: RouteReport, group: SiteGroup) -> dict[str, Any]:
     """What the script changes where another batch is chosen."""
     return {
         "policy": route.policy,
@@ -108,7 +110,7 @@ def _route(route: RouteReport) -> dict[str, Any]:
         "route": route.route,
         "letter": _LETTERS[route.route],
         "producer": f"{route.route} by {route.producer}" if route.producer else route.route,
-        "reason": route.reason,
+        "reason": group.reason(route),
         "blame": route.blame,
         "bytes": f"{route.bytes_per_token:,.0f}",
     }

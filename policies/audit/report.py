@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
-from typing import Literal
+from typing import Annotated, Literal
 
+from pydantic import Field
 from rich.console import Console
 
 from ...core.report import ReportPart
@@ -31,7 +32,7 @@ class RouteReport(ReportPart):
 
     policy: str
     adapters: tuple[str, ...]
-    route: str
+    route: Literal["fused", "unfused", "dual", "absorbed"]
     code: str
     reason: str
     producer: str
@@ -115,7 +116,7 @@ class AdapterReport(ReportPart):
     peft_type: str
     state: str
     tier: str
-    costs: tuple[AdapterCost, ...]
+    costs: Annotated[tuple[AdapterCost, ...], Field(min_length=1)]
     advice: tuple[Advice, ...]
 
 

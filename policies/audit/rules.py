@@ -26,7 +26,13 @@ from types import MappingProxyType
 from ...core.errors import ConfigError
 from ...core.report import ReportPart
 from ...core.route import Route
+from ...fusion import REGISTRY
+from ...linear.experts.kernels.selection import grouped_kernel_names
+from ...linear.kernels.float import FloatLinear
+from ...linear.kernels.native_bf16 import NativeBf16Linear
+from ...linear.kernels.selection import kernel_names
 from ..reasons import ReasonCode
+from .groups import without_index
 from .report import AuditReport, RouteReport, SiteReport
 
 _FORMS = (
@@ -34,7 +40,8 @@ _FORMS = (
     "bytes>25%, reason:hook, kernel:emulated, producer:eager, mismatch or problem"
 )
 _COUNT = re.compile(
-    r"(?P<what>[a-z]+)\s*(?P<sign>[<>]=?)\s*(?P<number>\d+(?:\.\d+)?(?:e\d+)?)\s*(?P<part>%?)"
+    r"(?P<what>[a-z]+)\s*(?P<sign>[<>]=?)\s*(?P<number>\d+(?:\.\d+)?(?:e\d+)?)\s*(?P<part>%?)",
+    re.ASCII,
 )
 _SCOPE = re.compile(r'(adapter|policy):("[^"]+"|\S+)\s+')
 _SIGNS: Mapping[str, Callable[[float, float], bool]] = MappingProxyType(
@@ -42,6 +49,13 @@ _SIGNS: Mapping[str, Callable[[float, float], bool]] = MappingProxyType(
 )
 _NAMED = re.compile(r"(reason|kernel|producer):(\S+)")
 _EMULATED = "emulated"
+_FLOAT_KERNELS = (FloatLinear.name, NativeBf16Linear.name)
+_KNOWN: Mapping[str, Callable[[], set[str]]] = MappingProxyType(
+    {
+        "kernel": lambda: {*kernel_names(), *grouped_kernel_names(), *_FLOAT_KERNELS},
+        "producer": lambda: {p.name for entry in REGISTRY.entries().values() for p in entry},
+    }
+)
 _ROUTES = tuple(str(route) for route in Route)
 
 
@@ -104,10 +118,11 @@ def _parse(text: str) -> Callable[[AuditReport], Iterable[str]]:
     while (found := _SCOPE.match(rest)) is not None:
         scope = scope.narrowed(found[1], found[2].strip('"'))
         rest = rest[found.end() :]
-    if rest == "mismatch":
-        return _mismatches
-    if rest == "problem":
-        return _problems
+    facts = {"mismatch": _mismatches, "problem": _problems}
+    if rest in facts:
+        if scope != _Scope(text):
+            raise _refuse(text, f"{rest} is the same for all adapters and policies")
+        return facts[rest]
     named = _NAMED.fullmatch(rest)
     if named is not None:
         return _named(text, named[1], named[2], scope)
@@ -170,13 +185,15 @@ def _named(
         if name not in tuple(ReasonCode):
             raise _refuse(text, f"{name!r} is no reason: {', '.join(ReasonCode)}")
         return lambda report: _grouped(
-            (f"{site.site}: {route.reason}", _batch(route))
+            (without_index(f"{site.site}: {route.reason}"), _batch(route))
             for site, route in scope.routes(report)
             if route.code == name
         )
+    if name != _EMULATED and name not in (known := _KNOWN[what]()):
+        raise _refuse(text, f"{name!r} is no {what}: {', '.join(sorted(known))}")
     if what == "producer":
         return lambda report: _grouped(
-            (f"{site.site}: {route.route} by {route.producer}", _batch(route))
+            (without_index(f"{site.site}: {route.route} by {route.producer}"), _batch(route))
             for site, route in scope.routes(report)
             if route.producer == name or (name == _EMULATED and route.emulated)
         )

@@ -62,10 +62,10 @@ def _served(kernel: KernelReport) -> str:
 
 def tables(report: AuditReport) -> Iterator[Table]:
     """Sites, adapters, and what was passed over or left out."""
-    yield _site_table(report)
     mismatches = [(s.site, text) for s in report.sites for text in s.mismatches]
     if mismatches:
         yield _pairs_table("what ran is not what was planned", mismatches)
+    yield _site_table(report)
     if report.adapters:
         yield _adapter_table(report)
         yield _cost_table(report)

@@ -17,7 +17,7 @@ from ...adapters.contents import planned_contents
 from ...adapters.read import checked_plan, open_tensors, read_adapter, read_config
 from ...adapters.sources import AdapterSource, SourceReader
 from ...adapters.version import AdapterInfo, AdapterState, Tier
-from ...core.errors import AdapterNotFoundError
+from ...core.errors import AdapterExistsError, AdapterNotFoundError
 from ...linear.parts import Part
 from ...linear.registry import Holder, Holding, LayerRegistry
 
@@ -87,6 +87,10 @@ class HollowAdapters:
         Raises:
             AdapterError: it could not be loaded on this model.
         """
+        if name in self._held:
+            raise AdapterExistsError(
+                f"adapter '{name}'", "is given twice", "give each a name of its own"
+            )
         parsed = AdapterSource.parse(source)
         with self._reader.resolve(parsed) as folder:
             shape = self._of_shape(folder) if by_shape else self._read(folder)

@@ -22,6 +22,7 @@ from ...policies.cost import CostModel
 from ...policies.planner import Planner
 from ...policies.policy import Policy
 from ..config import WrapConfig
+from ..folder import UNREADABLE, unreadable
 from ..load import refuse_codes
 from ..shards import has_shards
 from ..skeleton import Skeleton
@@ -72,7 +73,12 @@ class HollowModel:
         skeleton = Skeleton.of(folder)
         stored, assumptions = _stored(skeleton, config)
         with torch.inference_mode(False), torch.no_grad():
-            model = hollow_model(skeleton)
+            try:
+                model = hollow_model(skeleton)
+            except BranchlineError:
+                raise
+            except UNREADABLE as error:
+                raise unreadable(folder, error) from error
             wrapping = HollowWrapping(model, config, undo, stored, platform)
             found, _ = wrapping.prepare(None, None, None)
         facts = wrapping.facts_with_refusals()
@@ -188,7 +194,22 @@ class FolderAudit:
                 remedy="check the path and its permissions",
             )
             return
-        yield from self._add(adapters, sources, by_shape=True)
+        printable = [(name, source) for name, source in sources if name.isprintable()]
+        for name, _ in sources:
+            if not name.isprintable():
+                yield Problem(
+                    part=f"adapter {name!a}",
+                    reason="its folder's name holds characters that cannot be printed",
+                    remedy="rename the folder",
+                )
+        yield from self._add(adapters, printable, by_shape=True)
+        weights = self.fleet.weights
+        if weights is not None and not any(weights.get(name) for name, _ in printable):
+            yield Problem(
+                part="traffic of the fleet",
+                reason="names none of its adapters",
+                remedy="name them as their folders (command line: --traffic)",
+            )
 
     def _add(
         self, adapters: HollowAdapters, sources: Iterable[tuple[str, str]], *, by_shape: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,11 +19,13 @@ from ...policies.cost import CostModel
 from ...policies.plan import Plan
 from ...policies.policy import DynamicPolicy, Policy
 from ..hollow.audit import HollowModel
+from ..serve_config import EngineConfig
 from .replica import StepLoad
 from .slots import SimulatedAdapter
 
 #: Of a slot's numbers, and of keys and values: two bytes each.
 _ITEM = 2
+_ENDLESS = 1 << 40
 #: PCIe of the fifth generation, sixteen lanes, as copies reach it; bytes a second.
 _HOST_BANDWIDTH = 50e9
 
@@ -55,7 +58,8 @@ class AdapterKind:
         except ValueError:
             rank = 0
             share = 0.0
-        if rank < 1 or not share > 0 or len(numbers) > 2 or not targets:
+        usable = rank in range(1, 1025) and 0 < share < math.inf and len(numbers) <= 2
+        if not usable or not targets.strip(","):
             raise ConfigError(
                 f"kind of adapters {text!r}",
                 "is no TARGETS:RANK:SHARE",
@@ -153,6 +157,14 @@ class ModelClock:
         self._planned: dict[tuple[Policy, frozenset[int], BatchClass | None], _Planned] = {}
         self._seconds: dict[tuple[Policy, StepLoad], float] = {}
         self._enter()
+
+    def blocks(self, config: EngineConfig) -> int:
+        """Blocks of a KV cache of these settings; as good as endless where they say nothing."""
+        if config.num_gpu_blocks_override is not None:
+            return config.num_gpu_blocks_override
+        if config.kv_cache_memory_bytes is not None:
+            return config.kv_cache_memory_bytes // (self._cache_bytes * config.block_size)
+        return _ENDLESS
 
     def nbytes(self, kind: int) -> int:
         """Bytes of an adapter of this kind in its slot."""

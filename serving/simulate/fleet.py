@@ -65,6 +65,7 @@ class Simulation:
         Raises:
             ConfigError: the trace has fewer clients than there are replicas.
         """
+        self._check_blocks()
         begun = time.perf_counter()
         homes = self._homes()
         chosen = self._chosen(homes)
@@ -88,6 +89,17 @@ class Simulation:
             seconds=time.perf_counter() - begun,
             cases=tuple(cases),
         )
+
+    def _check_blocks(self) -> None:
+        longest = int((self.trace.prompts + self.trace.outputs).max())
+        held = self.blocks * self.config.block_size
+        if longest > held:
+            raise ConfigError(
+                f"a request of {longest} tokens",
+                f"does not fit a KV cache of {held}",
+                "give the cache more blocks (command line: --num-gpu-blocks-override), or draw "
+                "shorter requests",
+            )
 
     def _homes(self) -> np.ndarray:
         """The replica of each request."""

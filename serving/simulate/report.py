@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 from rich.table import Column, Table
+from rich.text import Text
 
 from ...core.report import ReportPart
 
@@ -52,11 +53,12 @@ class SimulationReport(ReportPart):
     def render(self, console: Console) -> None:
         """Print the report for a person."""
         costs = "measured" if self.measured else "datasheet"
-        console.print(
+        head = Text(
             f"{self.requests} requests of {self.adapters} adapters on {self.replicas} replicas "
             f"({self.simulated} simulated) of {self.device} ({costs} costs), {self.routing} "
             f"routing, {self.trace}"
         )
+        console.print(head)
         names = ("slots", "hits", "loads", "stall", "stalled", "lost to adapters")
         last = ("tokens/s", "of all", "first token", "p99")
         note = "loads and stalls a request; tokens/s of one busy replica; first token: median, p99"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import BaseModel, Field, ValidationError
 
 from ...core.errors import ConfigError
 
@@ -16,6 +17,21 @@ _FORMS = (
     "name a .jsonl file of requests, or draw one: zipf:1.0,requests=1000,clients=16 or "
     "uniform,requests=1000,rate=20 (further: prompt=, output=, base=, seed=)"
 )
+
+
+#: Of one request; more than any model takes.
+_MOST_TOKENS = 10**7
+_MOST_REQUESTS = 5 * 10**7
+_Tokens = Annotated[int, Field(ge=1, le=_MOST_TOKENS, strict=True)]
+
+
+class _Line(BaseModel):
+    """A line of a trace file."""
+
+    time: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    adapter: str | None = None
+    prompt: _Tokens
+    output: _Tokens
 
 
 @dataclass(frozen=True)
@@ -149,7 +165,10 @@ def _options(text: str, rest: str) -> _Drawn:
             raise ConfigError(f"trace {text!r}", f"{value!r} is no {name}", _FORMS) from error
     options = _Drawn(**given)
     counts = (options.requests, options.clients, options.prompt, options.output)
-    if min(counts) < 1 or options.rate < 0 or not 0 <= options.base <= 1 or options.seed < 0:
+    most = (_MOST_REQUESTS, _MOST_REQUESTS, _MOST_TOKENS, _MOST_TOKENS)
+    within = all(1 <= count <= limit for count, limit in zip(counts, most, strict=True))
+    usable = 0 <= options.rate < math.inf and 0 <= options.base <= 1 and options.seed >= 0
+    if not (within and usable):
         raise ConfigError(f"trace {text!r}", "has a number out of range", _FORMS)
     return options
 
@@ -201,18 +220,10 @@ def _requests(subject: str, lines: list[str]) -> Iterator[TracedRequest]:
         if not line.strip():
             continue
         try:
-            entry = json.loads(line)
-            request = TracedRequest(
-                float(entry.get("time", 0.0)),
-                entry.get("adapter"),
-                int(entry["prompt"]),
-                int(entry["output"]),
-            )
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            reason = f"line {number} is no request ({type(error).__name__}: {error})"
+            read = _Line.model_validate_json(line)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            reason = f"line {number} is no request ({where}: {first['msg']})"
             raise ConfigError(subject, reason, f"write lines such as {shape}") from error
-        usable = request.adapter is None or isinstance(request.adapter, str)
-        if min(request.prompt, request.output) < 1 or request.time < 0 or not usable:
-            reason = f"line {number} has a number or a name that no request has"
-            raise ConfigError(subject, reason, f"write lines such as {shape}")
-        yield request
+        yield TracedRequest(read.time, read.adapter, read.prompt, read.output)

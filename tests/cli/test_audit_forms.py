@@ -81,6 +81,50 @@ def test_a_traffic_file_that_is_none(branchline, model_folder, tmp_path, text):
     assert str(file) in done.error
 
 
+def test_a_name_that_is_given_twice_and_one_that_cannot_be_printed(
+    branchline, model_folder, sql, tmp_path
+):
+    fleet = tmp_path / "fleet"
+    shutil.copytree(sql, fleet / "sql")
+    shutil.copytree(sql, fleet / "a\x1b[31mred")
+    done = branchline("audit", model_folder, "--adapter", f"sql={sql}", "--adapters-dir", fleet)
+    assert done.code == INCOMPLETE
+    assert "is given twice" in done.out
+    assert "cannot be printed" in done.out
+    assert "\x1b[31mred" not in done.out
+
+
+def test_traffic_that_names_nobody_is_told(branchline, model_folder, sql, tmp_path):
+    shutil.copytree(sql, tmp_path / "fleet" / "sql")
+    file = tmp_path / "traffic.json"
+    file.write_text('{"nobody": 5}')
+    done = branchline(
+        "audit", model_folder, "--adapters-dir", tmp_path / "fleet", "--traffic", file
+    )
+    assert done.code == INCOMPLETE
+    assert "names none of its adapters" in done.out
+
+
+def test_options_of_one_policy_tell_two_of_its_kind_apart(branchline, model_folder, sql):
+    command = ("audit", model_folder, "--adapter", f"sql={sql}")
+    policies = ("auto:device=h200", "auto:device=cpu")
+    report = branchline(*command, "--policy", policies[0], "--policy", policies[1], "--json").json
+    assert report["policies"] == list(policies)
+    done = branchline(*command, "--compare", *policies, "--json")
+    assert done.code == 0, done.err
+    assert done.json["before"] == "policy auto:device=h200"
+
+
+@pytest.mark.parametrize(
+    "flags", [["--html", "x"], ["--markdown"], ["--policy", "dual"], ["--watch"]]
+)
+def test_flags_without_an_effect_are_refused(branchline, model_folder, tmp_path, flags):
+    assert branchline("audit", "diff", "a.json", "b.json", *flags).code == 2
+    if "--policy" not in flags:
+        compared = ("audit", model_folder, "--compare", "dual", "dynamic")
+        assert branchline(*compared, *flags).code == 2
+
+
 # --- rules ---------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from branchline.core.errors import KernelUnavailableError
+from branchline.core.errors import ConfigError, KernelUnavailableError
 from branchline.core.oracle import ActivationSemantics
 from branchline.core.platform import Platform
 from branchline.core.quant_key import FP8_DYNAMIC_TOKEN, FP8_STATIC_TENSOR
@@ -23,7 +23,7 @@ from branchline.linear.quantized_weight import QuantizedWeight
 from branchline.linear.registry import Holder, Holding, LayerRegistry, SharedInput
 from branchline.linear.routed import RoutedLinear
 from branchline.policies.planner import Planner
-from branchline.policies.policy import make_policy
+from branchline.policies.policy import Policy, RouteChoice, make_policy
 
 K = 8
 CPU = Platform("cpu", None, "2.13", None, None)
@@ -398,3 +398,38 @@ def test_emulation_is_shown():
     slow = Fake("eager", emulated=True)
     world.producers.register("silu_mul", FP8_STATIC_TENSOR, Route.FUSED, slow)
     assert all(site.emulated for site in world.planner_of().plan({}).sites)
+
+
+# --- policies of others --------------------------------------------------------------------------
+
+
+class Foreign(Policy):
+    """Answers what it is made with."""
+
+    name = "foreign"
+
+    def __init__(self, answer) -> None:
+        self.answer = answer
+
+    def choose(self, state):
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (ZeroDivisionError("by nothing"), "ZeroDivisionError: by nothing"),
+        (None, "no tuple of choices"),
+        ((), "no tuple of choices"),
+        (iter([RouteChoice(Route.UNFUSED, "z")]), "no tuple of choices"),
+        (("fused",), "no choice of a route"),
+        ((RouteChoice(Route.UNFUSED, ""),), "no reason"),
+    ],
+)
+def test_a_policy_that_answers_nonsense_is_named(answer, said):
+    world = World()
+    with pytest.raises(ConfigError, match=r"policy 'foreign' of ") as caught:
+        world.planner.plan({}, Foreign(answer))
+    assert said in str(caught.value)

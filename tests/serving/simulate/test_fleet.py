@@ -100,7 +100,14 @@ def test_loading_follows_the_bytes(hollow):
     assert timed.load(large) > timed.load(small) > small.nbytes / 50e9
 
 
-@pytest.mark.parametrize("text", ["", "q_proj:x", "q_proj:0", "q_proj:8:0", "q:1:1:1", ":8"])
+def test_a_cache_that_holds_no_request_is_refused(hollow):
+    with pytest.raises(ConfigError, match="does not fit a KV cache of 32"):
+        run(simulation(hollow, "uniform,requests=9", 4, blocks=2))
+
+
+@pytest.mark.parametrize(
+    "text", ["", ",:16", "all:16:inf", "q_proj:x", "q_proj:0", "q_proj:8:0", "q:1:1:1", ":8"]
+)
 def test_what_is_no_kind(text):
     with pytest.raises(ConfigError, match="--kind"):
         AdapterKind.parse(text)

@@ -78,6 +78,11 @@ def test_requests_that_do_not_fit_the_batch_wait():
     assert result.first_token_seconds == pytest.approx([STEP, 11 * STEP, 21 * STEP, 31 * STEP])
 
 
+def test_one_seat_is_shared_by_adapters_that_take_turns():
+    result = simulate(requests("a", "b", "c", output=400), max_loras=1, max_num_seqs=1)
+    assert result.tokens == 1200
+
+
 def test_long_prompts_take_several_steps():
     trace = Trace.of([TracedRequest(0.0, None, 100, 1)], 1)
     assert simulate(trace, max_num_batched_tokens=32).steps == 4
