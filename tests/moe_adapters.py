@@ -12,6 +12,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel
 
+from branchline.adapters.weights import ExpertsWeights
 from tests.moe_models import build
 
 BOTH = ("gate_up_proj", "down_proj")
@@ -80,3 +81,9 @@ def peft_logits(model: PreTrainedModel, folder: Path, ids: torch.Tensor) -> torc
     """What PEFT computes with an adapter that it loads itself."""
     with torch.no_grad():
         return loaded_by_peft(model, folder)(ids).logits
+
+
+def delta(parts: ExpertsWeights, experts: int) -> torch.Tensor:
+    """(E, N, K): what the parts add to the weight of each expert."""
+    a, b = (half.float().expand(experts, -1, -1) for half in (parts.a, parts.b))
+    return parts.scaling * (b @ a)
