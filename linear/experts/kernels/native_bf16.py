@@ -68,8 +68,8 @@ class NativeBf16Experts(GroupedKernel):
         Raises:
             KernelUnavailableError: it does not implement such weights.
         """
-        weight, bias = (read(module, form, projection) for read in (stored_weight, stored_bias))
-        kernel = cls(weight, bias)
+        weight = stored_weight(module, form, projection)
+        kernel = cls(weight, stored_bias(module, form, projection))
         kernel._home = _Home(module, form, projection)
         if not keeps_weight:
             kernel._home.empty()
