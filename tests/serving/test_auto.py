@@ -79,7 +79,7 @@ def test_the_audit_tells_the_numbers_of_the_batches_it_counts(llama, calibrated)
             (planned,) = site.routes
             assert planned.route == route
             assert f"at {tokens} tokens, 8/8 of them with adapters" in planned.reason
-    assert report.policy == "auto"
+    assert report.policy == calibrated
 
 
 def test_the_self_check_compares_every_route_that_a_batch_may_take(llama, calibrated):
