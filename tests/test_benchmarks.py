@@ -131,9 +131,10 @@ def test_a_part_that_is_ended_early_writes_what_it_has(tmp_path):
         text=True,
     )
     assert process.stdout is not None
-    for line in process.stdout:
-        if "TFLOPS" in line:
-            break
+    # A line is kept after it is printed: with the second one, the first is.
+    printed = (line for line in process.stdout if "TFLOPS" in line)
+    assert next(printed)
+    assert next(printed)
     process.terminate()
     process.communicate(timeout=60)
     assert process.returncode == 143
