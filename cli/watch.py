@@ -12,8 +12,7 @@ from rich.text import Text
 
 from ..policies.audit.groups import site_groups
 from ..policies.audit.report import AuditReport
-
-_COLOURS = {"fused": "green", "unfused": "yellow", "dual": "cyan", "absorbed": "blue"}
+from ..policies.audit.tables import ROUTE_COLOURS
 
 
 def watch(ask: Callable[[], AuditReport], console: Console, interval: float) -> None:
@@ -55,17 +54,17 @@ def view(report: AuditReport, before: AuditReport | None, seconds: float) -> Gro
     table = Table(
         Column("site", overflow="fold"),
         "route without adapters",
-        *(Column(f"{route}/s", justify="right") for route in _COLOURS),
+        *(Column(f"{route}/s", justify="right") for route in ROUTE_COLOURS),
         Column("calls", justify="right"),
         "plan and fact",
     )
     for group in site_groups(report.sites):
         first = group.first.routes[0] if group.first.routes else None
-        calls = [_calls(rates, group.sites, route) for route in _COLOURS]
+        calls = [_calls(rates, group.sites, route) for route in ROUTE_COLOURS]
         several = f" (x{len(group.sites)})" if len(group.sites) > 1 else ""
         table.add_row(
             Text(f"{group.name}{several}"),
-            Text(first.route, style=_COLOURS[first.route]) if first else "?",
+            Text(first.route, style=ROUTE_COLOURS[first.route]) if first else "?",
             *(f"{rate:,.0f}" if rate else "" for rate in calls),
             f"{sum(group.ran().values()):,}",
             _fact(group.first.mismatches),

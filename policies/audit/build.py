@@ -148,11 +148,11 @@ class _Audit:
         self.traffic = BatchTraffic(self.planner.registry, model, tokens)
         self.book = CostBook(self.planner, policies, self.traffic, tokens)
         # Of one that was only registered, nothing is known yet.
-        self.known = tuple(
-            info for info in audited.adapters.list() if info.modules and self._is_held(info)
-        )
+        self.known = tuple(info for info in audited.adapters.list() if info.modules)
         few = len(self.known) <= _MOST_PLANNED
-        self.shown = tuple(info for info in self.known if few or info.slot is not None)
+        self.shown = tuple(
+            info for info in self.known if (few or info.slot is not None) and self._is_held(info)
+        )
 
     def report(self, adapter_sets: Iterable[Iterable[str]] | None) -> AuditReport:
         audited, planner = self.audited, self.planner

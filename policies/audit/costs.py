@@ -87,11 +87,6 @@ class CostBook:
         self._bases: dict[Policy, _Batch] = {}
         self._shapes: dict[int, ShapeCost] = {}
 
-    @property
-    def shapes(self) -> int:
-        """How many differed so far."""
-        return len(self._shapes)
-
     def base_loads(self) -> tuple[Load, ...]:
         """What each site costs without adapters, under the first policy."""
         return self._base(self._policies[0]).loads

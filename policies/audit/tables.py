@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _BASE = "(no adapter)"
 # How the policies' reasons begin where they name every reader, which a table has no room for.
 _BY_ADAPTERS = ("read raw by", "raw rows for", "absorbs", "changed before the linears by")
-_COLOURS = {"fused": "green", "unfused": "yellow", "dual": "cyan", "absorbed": "blue"}
+ROUTE_COLOURS = {"fused": "green", "unfused": "yellow", "dual": "cyan", "absorbed": "blue"}
 
 
 def headline(report: AuditReport) -> Text:
@@ -121,7 +121,7 @@ def _site_table(report: AuditReport) -> Table:
                 ", ".join(c.rpartition(".")[2] for c in first.consumers) if i == 0 else "",
                 *([route.policy] if several else []),
                 ", ".join(route.adapters) or _BASE,
-                Text(_route_label(route), style=_COLOURS[route.route]),
+                Text(_route_label(route), style=ROUTE_COLOURS[route.route]),
                 f"{route.bytes_per_token:,.0f}",
                 Text(_why(route)),
                 ", ".join(f"{k} {v}" for k, v in sorted(ran.items())) if i == 0 else "",

@@ -8,7 +8,7 @@ from ...core.quantized_activation import QuantizedActivation
 from ...linear.contract import InputContract
 from ...linear.experts.kernels.base import GroupedKernel
 from ...linear.experts.pairs import Pairs
-from ...linear.kernels.base import LinearKernel
+from ...linear.kernels.base import BaseKernel, LinearKernel
 
 _NO_WEIGHTS = "a model without weights has none"
 
@@ -24,19 +24,10 @@ def picked(x: torch.Tensor, channels: int) -> torch.Tensor:
     return x.index_select(-1, index % columns)
 
 
-class StandInLinear(LinearKernel):
-    """Passes columns on in the place of a product.
-
-    Args:
-        in_features: K.
-        out_features: N.
-    """
+class _StandIn(BaseKernel):
+    """What has no weights, whatever it stands in for."""
 
     name = "stand-in"
-
-    def __init__(self, in_features: int, out_features: int) -> None:
-        self.contract = InputContract(key=None)
-        self.in_features, self.out_features = in_features, out_features
 
     @property
     def weight_bytes(self) -> int:
@@ -48,12 +39,25 @@ class StandInLinear(LinearKernel):
     def bias(self) -> torch.Tensor | None:
         return None
 
+
+class StandInLinear(_StandIn, LinearKernel):
+    """Passes columns on in the place of a product.
+
+    Args:
+        in_features: K.
+        out_features: N.
+    """
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        self.contract = InputContract(key=None)
+        self.in_features, self.out_features = in_features, out_features
+
     def apply(self, x: torch.Tensor | QuantizedActivation, consumer: str) -> torch.Tensor:
         assert isinstance(x, torch.Tensor)
         return picked(x, self.out_features)
 
 
-class StandInExperts(GroupedKernel):
+class StandInExperts(_StandIn, GroupedKernel):
     """Passes columns on in the place of grouped products.
 
     Args:
@@ -62,22 +66,10 @@ class StandInExperts(GroupedKernel):
         out_features: N.
     """
 
-    name = "stand-in"
-
     def __init__(self, experts: int, in_features: int, out_features: int) -> None:
         self.contract = InputContract(key=None)
         self.experts = experts
         self.in_features, self.out_features = in_features, out_features
-
-    @property
-    def weight_bytes(self) -> int:
-        return 0
-
-    def dequantized(self) -> torch.Tensor:
-        raise NotImplementedError(_NO_WEIGHTS)
-
-    def bias(self) -> torch.Tensor | None:
-        return None
 
     def apply(
         self,
