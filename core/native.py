@@ -20,7 +20,7 @@ import torch
 
 from .errors import ConfigError
 
-ABI_VERSION = 15
+ABI_VERSION = 16
 ISA_VARIABLE = "BRANCHLINE_NATIVE_ISA"
 #: enum bl_isa, by number.
 ISAS = ("scalar", "avx2", "avx512", "amx")

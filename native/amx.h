@@ -1,13 +1,16 @@
-/* Matmuls of codes with codes on AMX tiles.
+/* Matmuls of codes with codes, and of bfloat16 with bfloat16, on AMX tiles.
  *
- * Every code is a bfloat16, and a product of two of them is exact in float32.  A tile instruction
+ * Every code is a bfloat16, and a product of two of these is not rounded.  A tile instruction
  * adds the products of 32 inputs: those of the even inputs from the left, those of the odd ones from
- * the left, then the two sums, and that to what was there.  It flushes subnormals, of which there
- * are none: sums are multiples of 2**-18.  So a block sum depends neither on the number of rows nor
- * on how tiles lie, but differs from that of tile.h in its last places.
+ * the left, then the two sums, and that to what was there.  So a block sum depends neither on the
+ * number of rows nor on how tiles lie, but differs from that of tile.h in its last places.
  *
- * Totals lie in the order of the tiles until they are finished: in each half of a panel, tile 0 has
- * channels 8 * i to 8 * i + 3, tile 1 the others.
+ * It takes subnormals for zeros, and makes zeros of them.  Of codes there are none (sums are
+ * multiples of 2**-18); of bfloat16 they are lost, here alone.
+ *
+ * Weights in bfloat16 lie in memory as tiles take them.  Those of codes are decoded first, and
+ * their totals lie in the order of the tiles until they are finished: in each half of a panel, tile
+ * 0 has channels 8 * i to 8 * i + 3, tile 1 the others.
  */
 enum {
     TILE_HEIGHT = 16,
@@ -17,6 +20,8 @@ enum {
     TILES_INPUT_BYTES = 1 << 19,
     TILES_PANELS_AT_ONCE = 16,
     SHORT_DEPTH = 128, /* DEPTH for a single tile of rows: leaves room in the nearest cache */
+    HALVES_DEPTH = 512, /* inputs of a block sum of bfloat16: no scale ends it earlier */
+    FLAT_ROWS = 64, /* up to so many, weights in bfloat16 are read from memory once */
     FEW = 3,           /* rows for which filling tiles costs more than they bring */
 };
 
@@ -44,8 +49,10 @@ BL_INLINE void shape_tiles(int64_t rows)
 /* Whether the tiles serve a matmul: a matter of its linear, never of its rows. */
 BL_INLINE bool tiles_serve(const struct bl_matmul *spec)
 {
-    return spec->x_kind == BL_INPUT_E4M3 && spec->weight_kind == BL_WEIGHT_E4M3 &&
-           spec->block % TILE_INPUTS == 0 && SHORT_DEPTH % spec->block == 0;
+    if (spec->weight_kind == BL_WEIGHT_BF16)
+        return true;
+    return spec->x_kind == BL_INPUT_E4M3 && spec->block % TILE_INPUTS == 0 &&
+           SHORT_DEPTH % spec->block == 0;
 }
 
 /* --- decoding --- */
@@ -80,6 +87,13 @@ static void decode_codes(const uint8_t *x, int64_t count, uint16_t *out)
     }
 }
 
+/* bfloat16 of one row, then zeros up to a whole tile. */
+BL_INLINE void copy_halves(const uint16_t *x, int64_t count, uint16_t *out)
+{
+    memcpy(out, x, (size_t)count * sizeof *out);
+    memset(out + count, 0, (size_t)(-count & (TILE_INPUTS - 1)) * sizeof *out);
+}
+
 /* Two neighbouring inputs of a panel: a row of each of four tiles. */
 BL_INLINE void place_inputs(__m512i first, __m512i second, uint16_t *out)
 {
@@ -108,13 +122,44 @@ static void place_weights(const uint8_t *weights, int64_t count, uint16_t *out)
 
 /* --- block sums --- */
 
+/* A slab: some inputs of one panel. */
 struct tile_part {
     const struct bl_matmul *spec;
     const struct part *part;
     const uint16_t *x; /* of the slab's first input */
+    int64_t x_stride, panel, k, depth, block; /* elements; the first input; inputs */
+    /* Four tiles for every TILE_INPUTS: from one to the next, in elements, and from a row of one to
+     * the next, in bytes. */
     const uint16_t *weights;
-    int64_t x_stride, panel, k, depth; /* elements; the slab's first input and its inputs */
+    int64_t tile_step, line;
 };
+
+/* Weights that are decoded tile by tile. */
+BL_INLINE void place_slab(struct tile_part *at, uint16_t *room)
+{
+    const uint8_t *from = at->spec->weight;
+    from += (at->panel * at->spec->columns + at->k) * BL_PANEL;
+    place_weights(from, at->depth, room);
+    at->weights = room;
+    at->tile_step = TILE_WORDS;
+    at->line = TILE_INPUTS * 2;
+}
+
+/* Weights that are tiles already; where the last one is not whole, a copy with zeros behind. */
+BL_INLINE void find_slab(struct tile_part *at, uint16_t *room)
+{
+    const int64_t pairs = (at->depth + 1) / 2, over = -at->depth & (TILE_INPUTS - 1);
+    const uint16_t *from = at->spec->weight;
+    from += at->panel * weight_inputs(at->spec) * BL_PANEL + at->k * BL_PANEL;
+    at->weights = from;
+    at->tile_step = TILE_INPUTS;
+    at->line = 4 * TILE_INPUTS * 2;
+    if (!over)
+        return;
+    memcpy(room, from, (size_t)(pairs * 2 * BL_PANEL) * sizeof *room);
+    memset(room + pairs * 2 * BL_PANEL, 0, (size_t)(over / 2 * 2 * BL_PANEL) * sizeof *room);
+    at->weights = room;
+}
 
 /* Adds sums of one block to the totals: `vectors` tiles from `first` on. */
 BL_INLINE void add_sums(const struct tile_part *at, int64_t row, int64_t rows, int64_t k, int first,
@@ -153,8 +198,8 @@ static void square_panel(const struct tile_part *at, int64_t row, int64_t rows, 
     float sums[2 * TILE_HEIGHT * 2 * LANES] __attribute__((aligned(64)));
     const int64_t stride = at->x_stride * 2, line = 2 * LANES * 4;
     const uint16_t *x = at->x + row * at->x_stride, *lower = x + TILE_HEIGHT * at->x_stride;
-    for (int64_t start = 0; start < at->depth; start += at->spec->block) {
-        int64_t end = start + at->spec->block;
+    for (int64_t start = 0; start < at->depth; start += at->block) {
+        int64_t end = start + at->block;
         end = end < at->depth ? end : at->depth;
         _tile_zero(0);
         _tile_zero(1);
@@ -162,10 +207,10 @@ static void square_panel(const struct tile_part *at, int64_t row, int64_t rows, 
         _tile_zero(3);
         MEMORY_IS_READ();
         for (int64_t k = start; k < end; k += TILE_INPUTS) {
-            const uint16_t *w = at->weights + (k / TILE_INPUTS * 4 + first) * TILE_WORDS;
+            const uint16_t *w = at->weights + k * BL_PANEL + first * at->tile_step;
             _tile_loadd(4, x + k, stride);
-            _tile_loadd(6, w, 64);
-            _tile_loadd(7, w + TILE_WORDS, 64);
+            _tile_loadd(6, w, at->line);
+            _tile_loadd(7, w + at->tile_step, at->line);
             _tile_loadd(5, lower + k, stride);
             _tile_dpbf16ps(0, 4, 6);
             _tile_dpbf16ps(1, 4, 7);
@@ -187,8 +232,8 @@ static void flat_panel(const struct tile_part *at, int64_t row, int64_t rows)
     float sums[TILE_HEIGHT * 4 * LANES] __attribute__((aligned(64)));
     const int64_t stride = at->x_stride * 2, line = 4 * LANES * 4;
     const uint16_t *x = at->x + row * at->x_stride;
-    for (int64_t start = 0; start < at->depth; start += at->spec->block) {
-        int64_t end = start + at->spec->block;
+    for (int64_t start = 0; start < at->depth; start += at->block) {
+        int64_t end = start + at->block;
         end = end < at->depth ? end : at->depth;
         _tile_zero(0);
         _tile_zero(1);
@@ -196,14 +241,14 @@ static void flat_panel(const struct tile_part *at, int64_t row, int64_t rows)
         _tile_zero(3);
         MEMORY_IS_READ();
         for (int64_t k = start; k < end; k += TILE_INPUTS) {
-            const uint16_t *w = at->weights + k / TILE_INPUTS * 4 * TILE_WORDS;
+            const uint16_t *w = at->weights + k * BL_PANEL;
             _tile_loadd(4, x + k, stride);
-            _tile_loadd(5, w, 64);
-            _tile_loadd(6, w + TILE_WORDS, 64);
-            _tile_loadd(7, w + 2 * TILE_WORDS, 64);
+            _tile_loadd(5, w, at->line);
+            _tile_loadd(6, w + at->tile_step, at->line);
+            _tile_loadd(7, w + 2 * at->tile_step, at->line);
             _tile_dpbf16ps(0, 4, 5);
             _tile_dpbf16ps(1, 4, 6);
-            _tile_loadd(5, w + 3 * TILE_WORDS, 64);
+            _tile_loadd(5, w + 3 * at->tile_step, at->line);
             _tile_dpbf16ps(2, 4, 7);
             _tile_dpbf16ps(3, 4, 5);
         }
@@ -291,13 +336,14 @@ static void few_rows(const struct matmul_job *job, const struct part *part)
 
 static void tiles_of_panel(const struct tile_part *at)
 {
-    const int64_t rows = at->part->rows, pairs = (rows + TILE_HEIGHT - 1) / (2 * TILE_HEIGHT);
+    const int64_t rows = at->part->rows;
+    const bool flat = at->spec->weight_kind == BL_WEIGHT_BF16 && rows <= FLAT_ROWS;
+    const int64_t pairs = flat ? 0 : (rows + TILE_HEIGHT - 1) / (2 * TILE_HEIGHT);
     for (int first = 0; first < 4; first += 2)
         for (int64_t row = 0; row < pairs * 2 * TILE_HEIGHT; row += 2 * TILE_HEIGHT)
             square_panel(at, row, rows - row < 2 * TILE_HEIGHT ? rows - row : 2 * TILE_HEIGHT, first);
-    int64_t done = pairs * 2 * TILE_HEIGHT;
-    if (done < rows)
-        flat_panel(at, done, rows - done);
+    for (int64_t row = pairs * 2 * TILE_HEIGHT; row < rows; row += TILE_HEIGHT)
+        flat_panel(at, row, rows - row < TILE_HEIGHT ? rows - row : TILE_HEIGHT);
 }
 
 /* A panel's totals of one row in the order of the channels. */
@@ -320,7 +366,10 @@ static void place_rows(const struct matmul_job *job, const struct part *part, in
     const struct bl_matmul *spec = job->spec;
     for (int64_t row = 0; row < part->rows; row++) {
         int64_t from = input_row(spec, part->row + row) * spec->x_stride + k;
-        decode_codes((const uint8_t *)spec->x + from, count, x + row * stride);
+        if (spec->x_kind == BL_INPUT_E4M3)
+            decode_codes((const uint8_t *)spec->x + from, count, x + row * stride);
+        else
+            copy_halves((const uint16_t *)spec->x + from, count, x + row * stride);
     }
     if (part->rows <= TILE_HEIGHT)
         return;
@@ -331,7 +380,8 @@ static void place_rows(const struct matmul_job *job, const struct part *part, in
 static void fill_tiles(const struct matmul_job *job, struct part *part, char *scratch)
 {
     const struct bl_matmul *spec = job->spec;
-    const int64_t slab = part->rows <= TILE_HEIGHT ? SHORT_DEPTH : DEPTH;
+    const bool halves = spec->weight_kind == BL_WEIGHT_BF16;
+    const int64_t slab = halves ? HALVES_DEPTH : part->rows <= TILE_HEIGHT ? SHORT_DEPTH : DEPTH;
     const int64_t stride = job->depth + TILE_INPUTS;
     uint16_t *x = (uint16_t *)scratch, *weights = (uint16_t *)(scratch + job->weights_at);
     shape_tiles(part->rows);
@@ -340,15 +390,26 @@ static void fill_tiles(const struct matmul_job *job, struct part *part, char *sc
         place_rows(job, part, k, count, x, stride);
         for (int64_t panel = 0; panel < part->panels; panel++)
             for (int64_t done = 0; done < count; done += slab) {
-                struct tile_part at = {spec, part, x + done, weights, stride, part->panel + panel,
-                                       k + done, count - done < slab ? count - done : slab};
-                const uint8_t *from = spec->weight;
-                from += (at.panel * spec->columns + at.k) * BL_PANEL;
-                place_weights(from, at.depth, weights);
+                struct tile_part at = {
+                    .spec = spec,
+                    .part = part,
+                    .x = x + done,
+                    .x_stride = stride,
+                    .panel = part->panel + panel,
+                    .k = k + done,
+                    .depth = count - done < slab ? count - done : slab,
+                    .block = halves ? HALVES_DEPTH : spec->block,
+                };
+                if (halves)
+                    find_slab(&at, weights);
+                else
+                    place_slab(&at, weights);
                 tiles_of_panel(&at);
             }
     }
     _tile_release();
+    if (halves)
+        return;
     for (int64_t row = 0; row < part->rows; row++)
         for (int64_t panel = 0; panel < part->panels; panel++)
             order_channels(part->total + row * part->total_stride + panel * BL_PANEL);
@@ -356,7 +417,7 @@ static void fill_tiles(const struct matmul_job *job, struct part *part, char *sc
 
 static void tiles_unit(const struct matmul_job *job, struct part *part, char *scratch)
 {
-    if (part->rows <= FEW)
+    if (part->rows <= FEW && job->spec->weight_kind == BL_WEIGHT_E4M3)
         few_rows(job, part);
     else
         fill_tiles(job, part, scratch);
@@ -378,8 +439,9 @@ static void plan_tiles(struct matmul_job *job, int team)
                           : share < TILES_PANELS_AT_ONCE ? share
                                                          : TILES_PANELS_AT_ONCE;
     int64_t columns = (spec->columns + TILE_INPUTS - 1) / TILE_INPUTS * TILE_INPUTS;
-    int64_t fits = TILES_INPUT_BYTES / (padded * 2) / DEPTH * DEPTH;
-    job->depth = fits < DEPTH ? DEPTH : fits < columns ? fits : columns;
+    int64_t depth = spec->weight_kind == BL_WEIGHT_BF16 ? HALVES_DEPTH : DEPTH;
+    int64_t fits = TILES_INPUT_BYTES / (padded * 2) / depth * depth;
+    job->depth = fits < depth ? depth : fits < columns ? fits : columns;
     job->weights_at = padded_size(padded * (job->depth + TILE_INPUTS) * 2);
-    job->total_at = job->weights_at + padded_size(DEPTH * BL_PANEL * 2);
+    job->total_at = job->weights_at + padded_size(depth * BL_PANEL * 2);
 }

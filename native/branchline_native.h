@@ -12,7 +12,7 @@
 
 #include <stdint.h>
 
-#define BL_ABI_VERSION 15
+#define BL_ABI_VERSION 16
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define BL_X86 1
@@ -130,7 +130,7 @@ struct bl_matmul {
     const float *x_scale;     /* NULL for activations that are no codes */
     int64_t x_scale_stride;   /* from row to row; 0: one for all */
     int64_t x_group;          /* columns that share a scale; 0: all */
-    const void *weight;       /* (panels, columns, BL_PANEL) of `weight_kind` */
+    const void *weight;       /* panels of `weight_kind` (tile.h) */
     int64_t weight_kind;
     /* By channel; or (panels, groups), or (panels, groups, BL_PANEL); NULL for weights that are no
      * codes. */

@@ -40,6 +40,12 @@ BL_INLINE vf input_vector(const struct bl_matmul *spec, const char *row, int64_t
     return v_mul(v_load((const float *)row + k), bias);
 }
 
+/* Inputs of a panel of the weight, with what fills up its last pair. */
+BL_INLINE int64_t weight_inputs(const struct bl_matmul *spec)
+{
+    return spec->weight_kind == BL_WEIGHT_BF16 ? (spec->columns + 1) / 2 * 2 : spec->columns;
+}
+
 /* Where an output row's input lies. */
 BL_INLINE int64_t input_row(const struct bl_matmul *spec, int64_t row)
 {
@@ -118,7 +124,7 @@ static void multiply_panel(const struct bl_matmul *spec, const struct part *part
     const int64_t input = halves ? 2 * BL_PANEL : BL_PANEL; /* bytes */
     const uint8_t *weights = spec->weight;
     const bool direct = part->rows <= DIRECT;
-    weights += (panel * spec->columns + first) * input;
+    weights += (panel * weight_inputs(spec) + first) * input;
     for (int64_t done = 0; done < count; done += DEPTH) {
         int64_t depth = count - done < DEPTH ? count - done : DEPTH;
         if (!direct)

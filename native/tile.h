@@ -1,8 +1,10 @@
 /* A few rows times one panel of weights: the inner loops of bl_matmul.
  *
- * A panel holds, for each input in turn, one element for each of BL_PANEL channels, in an order that
- * makes a group of 4 * LANES neighbours four vectors of neighbouring channels: element 2 * i is
- * channel i, element 2 * i + 1 is channel i + BL_PANEL / 2.
+ * A panel of codes holds, for each input in turn, one element for each of BL_PANEL channels, in an
+ * order that makes a group of 4 * LANES neighbours four vectors of neighbouring channels: element
+ * 2 * i is channel i, element 2 * i + 1 is channel i + BL_PANEL / 2.  A panel in bfloat16 holds, for
+ * each two inputs in turn, a word for each channel: the first input's element, then the second's.
+ * Behind an odd number of inputs is one of zeros.
  */
 enum {
     GROUP = 4 * LANES,
@@ -27,6 +29,12 @@ struct tile {
     bool each_column;
 };
 
+/* Where vector `v` of a group begins: a channel of the panel. */
+BL_INLINE int64_t channel_of(int64_t group, int v)
+{
+    return group * (2 * LANES) + (v & 1) * LANES + (v >> 1) * (BL_PANEL / 2);
+}
+
 BL_INLINE void add_block(const struct tile *tile, int rows, int64_t group, int first, int count,
                          vf sums[][4])
 {
@@ -34,9 +42,7 @@ BL_INLINE void add_block(const struct tile *tile, int rows, int64_t group, int f
         const float *row_scale = tile->row_scale;
         vf row = v_set(row_scale ? row_scale[i * tile->row_scale_stride] : 1.0f);
         for (int v = 0; v < count; v++) {
-            int vector = first + v;
-            int64_t channel = group * (2 * LANES) + (vector & 1) * LANES;
-            channel += (vector >> 1) * (BL_PANEL / 2);
+            int64_t channel = channel_of(group, first + v);
             float *to = tile->total + i * tile->total_stride + channel;
             vf sum = sums[i][v];
             if (tile->column_scale) {
@@ -51,18 +57,13 @@ BL_INLINE void add_block(const struct tile *tile, int rows, int64_t group, int f
     }
 }
 
-/* A group of weights: codes as 1 / BL_WEIGHT_BIAS of their value, bfloat16, two to a word, as they
- * are. */
-BL_INLINE void decode_weights(const uint8_t *p, bool halves, vf out[4])
+/* A group of two inputs in bfloat16. */
+BL_INLINE void decode_pair(const uint16_t *p, int64_t group, vf first[4], vf second[4])
 {
-    if (!halves) {
-        decode_group(p, out);
-        return;
-    }
-    for (int i = 0; i < 2; i++) {
-        vi words = vi_load(p + i * LANES * 4);
-        out[i] = v_from_bits(vi_shl(words, 16));
-        out[2 + i] = v_from_bits(vi_and(words, vi_set((int32_t)0xFFFF0000u)));
+    for (int v = 0; v < 4; v++) {
+        vi words = vi_load(p + channel_of(group, v) * 2);
+        first[v] = v_from_bits(vi_shl(words, 16));
+        second[v] = v_from_bits(vi_and(words, vi_set((int32_t)0xFFFF0000u)));
     }
 }
 
@@ -71,27 +72,56 @@ BL_INLINE vf add_product(vf value, vf weight, vf sum, bool halves)
     return halves ? v_fused_bf16(value, weight, sum) : v_mul_add(value, weight, sum);
 }
 
+BL_INLINE void add_products(const struct tile *tile, int rows, int64_t k, const vf w[4],
+                            vf sums[][4], bool halves)
+{
+    for (int i = 0; i < rows; i++) {
+        vf value = v_set(tile->x[i * tile->x_stride + k]);
+        for (int v = 0; v < 4; v++)
+            sums[i][v] = add_product(value, w[v], sums[i][v], halves);
+    }
+}
+
+/* Reads ahead, for the hardware's own prefetching ends with every page. */
+BL_INLINE void direct_codes(const struct tile *tile, int rows, int64_t group,
+                            const uint8_t *weights, vf sums[][4])
+{
+    weights += group * GROUP;
+    for (int64_t k = 0; k < tile->count; k++) {
+        vf w[4];
+        for (int64_t at = 0; at < GROUP; at += LINE)
+            __builtin_prefetch(weights + (k + AHEAD) * BL_PANEL + at);
+        decode_group(weights + k * BL_PANEL, w);
+        add_products(tile, rows, k, w, sums, false);
+    }
+}
+
+BL_INLINE void direct_halves(const struct tile *tile, int rows, int64_t group,
+                             const uint16_t *weights, vf sums[][4])
+{
+    for (int64_t k = 0; k < tile->count; k += 2) {
+        vf first[4], second[4];
+        for (int v = 0; v < 4; v++)
+            if (v * LANES * 4 % LINE == 0)
+                __builtin_prefetch(weights + (k + AHEAD) * BL_PANEL + channel_of(group, v) * 2);
+        decode_pair(weights + k * BL_PANEL, group, first, second);
+        add_products(tile, rows, k, first, sums, true);
+        if (k + 1 < tile->count)
+            add_products(tile, rows, k + 1, second, sums, true);
+    }
+}
+
 BL_INLINE void direct_block(const struct tile *tile, int rows, int64_t group,
                             const uint8_t *weights, bool halves)
 {
-    const int64_t size = halves ? 2 : 1;
-    weights += group * GROUP * size;
     vf sums[DIRECT][4];
     for (int i = 0; i < rows; i++)
         for (int v = 0; v < 4; v++)
             sums[i][v] = v_set(0.0f);
-    for (int64_t k = 0; k < tile->count; k++) {
-        vf w[4];
-        /* The hardware's own prefetching ends with every page. */
-        for (int64_t at = 0; at < GROUP * size; at += LINE)
-            __builtin_prefetch(weights + (k + AHEAD) * BL_PANEL * size + at);
-        decode_weights(weights + k * BL_PANEL * size, halves, w);
-        for (int i = 0; i < rows; i++) {
-            vf value = v_set(tile->x[i * tile->x_stride + k]);
-            for (int v = 0; v < 4; v++)
-                sums[i][v] = add_product(value, w[v], sums[i][v], halves);
-        }
-    }
+    if (halves)
+        direct_halves(tile, rows, group, (const uint16_t *)weights, sums);
+    else
+        direct_codes(tile, rows, group, weights, sums);
     add_block(tile, rows, group, 0, 4, sums);
 }
 
@@ -173,21 +203,36 @@ static void tile_panel(const struct tile *tile, int64_t rows, const float *weigh
         tile_rows(tile, rows, weights, false);
 }
 
-BL_INLINE void decode_inputs(const uint8_t *weights, float *out, int64_t count, bool halves)
+static void decode_code_panel(const uint8_t *weights, float *out, int64_t count)
 {
     for (int64_t i = 0; i < count * BL_PANEL; i += GROUP) {
         vf w[4];
-        decode_weights(weights + (halves ? 2 * i : i), halves, w);
+        decode_group(weights + i, w);
         for (int v = 0; v < 4; v++)
             v_store(out + i + v * LANES, w[v]);
     }
+}
+
+static void decode_half_panel(const uint16_t *weights, float *out, int64_t count)
+{
+    for (int64_t k = 0; k < count; k += 2)
+        for (int64_t group = 0; group < GROUPS; group++) {
+            vf first[4], second[4];
+            decode_pair(weights + k * BL_PANEL, group, first, second);
+            for (int v = 0; v < 4; v++) {
+                float *to = out + k * BL_PANEL + group * GROUP + v * LANES;
+                v_store(to, first[v]);
+                if (k + 1 < count)
+                    v_store(to + BL_PANEL, second[v]);
+            }
+        }
 }
 
 /* `count` inputs of a panel. */
 static void decode_panel(const uint8_t *weights, float *out, int64_t count, bool halves)
 {
     if (halves)
-        decode_inputs(weights, out, count, true);
+        decode_half_panel((const uint16_t *)weights, out, count);
     else
-        decode_inputs(weights, out, count, false);
+        decode_code_panel(weights, out, count);
 }

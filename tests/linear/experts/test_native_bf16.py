@@ -74,7 +74,7 @@ def test_weights_come_back_to_the_bit():
     values = torch.randint(-(2**15), 2**15, (3, 70, 33), dtype=torch.int16)
     kernel = NativeBf16Experts(values.view(torch.bfloat16), None)
     assert_same(bits(kernel.unpacked()), bits(values))
-    assert kernel.weight_bytes == 3 * 128 * 33 * 2
+    assert kernel.weight_bytes == 3 * 128 * 34 * 2
 
 
 def test_what_it_cannot_do_is_refused():
