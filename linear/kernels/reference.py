@@ -1,9 +1,9 @@
 """The base matmul by definition, in the orders of accumulation that our own kernels keep.
 
-Products of two codes are exact in float32, and those of two bfloat16 are not rounded before they are
-added, so the order of the sums is all there is to define: blocks of `BLOCK` columns (fewer where
-scales change more often) are summed from the left, then the block sums.  A row's bytes therefore
-depend neither on the number of rows nor on the vector width.
+Products of two codes are exact in float32, and those of two bfloat16 are not rounded before they
+are added, so the order of the sums is all there is to define: blocks of `BLOCK` columns (fewer
+where scales change more often) are summed from the left, then the block sums.  A row's bytes
+therefore depend neither on the number of rows nor on the vector width.
 
 On AMX a tile instruction adds `TILE_COLUMNS` columns to a block sum at once: the even ones from the
 left, the odd ones from the left, and the sum of the two.  It takes subnormals for zeros and makes
