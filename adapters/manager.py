@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from ..core.errors import AdapterBusyError, ConfigError
+from ..core.team import then_alone
 from ..linear.batch import Batch
 from ..linear.batch_class import BatchClass
 from ..linear.registry import LayerRegistry
@@ -92,6 +93,7 @@ class AdapterManager(AdapterListing):
 
     # --- life cycle -----------------------------------------------------------------------------
 
+    @then_alone
     def load(self, name: str, source: AnySource) -> AdapterInfo:
         """Read the adapter at `source` and serve it as `name`; all or nothing (I8).
 
@@ -113,6 +115,7 @@ class AdapterManager(AdapterListing):
         with self._store.log.timed(Operation.LOAD):
             return self._aliases.load(name, parsed, lambda: self._read_source(name, parsed))
 
+    @then_alone
     def install(self, name: str, weights: AdapterWeights) -> AdapterInfo:
         """Serve weights that are in memory; having no source, they stay in host memory.
 
@@ -142,6 +145,7 @@ class AdapterManager(AdapterListing):
         parsed = AdapterSource.parse(source)
         return self._aliases.register(name, parsed).info()
 
+    @then_alone
     def swap(self, name: str, source: AnySource) -> AdapterInfo:
         """Point `name` at what lies at `source`; batches in flight finish on the old version.
 
@@ -160,6 +164,7 @@ class AdapterManager(AdapterListing):
             weights = self._read_source(name, parsed)
             return self._aliases.publish(alias, weights, parsed, f"adapter '{name}' was swapped")
 
+    @then_alone
     def reload(self, name: str) -> AdapterInfo:
         """Read the source of `name` again, and take what lies there now; mends a broken adapter.
 
@@ -202,6 +207,7 @@ class AdapterManager(AdapterListing):
                     "of this thread counts too)",
                 )
 
+    @then_alone
     def pin(self, name: str) -> AdapterInfo:
         """Keep `name` where it lies, in a slot or in host memory, until `unpin`.
 

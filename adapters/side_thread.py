@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
+
+from ..core.team import SideThreads
 
 
 class SideThread:
@@ -19,7 +21,7 @@ class SideThread:
     def __init__(self, name: str) -> None:
         self._name = name
         self._lock = threading.Lock()
-        self._executor: ThreadPoolExecutor | None = None
+        self._executor: SideThreads | None = None
         self._process = 0
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
@@ -27,7 +29,7 @@ class SideThread:
         with self._lock:
             if self._executor is None or self._process != os.getpid():
                 # A fork takes the executor along, but not its thread.
-                self._executor, self._process = ThreadPoolExecutor(1, self._name), os.getpid()
+                self._executor, self._process = SideThreads(1, self._name), os.getpid()
             return self._executor.submit(function, *arguments)
 
     def close(self) -> None:

@@ -334,6 +334,7 @@ _SIGNATURES: dict[str, tuple[list[Any], Any]] = {
     "bl_pairs": ([ctypes.POINTER(SortedPairs)], _INT),
     "bl_combine": ([ctypes.POINTER(Combine), _INT], None),
     "bl_attention": ([ctypes.c_char_p, _INT], _INT),
+    "bl_let_workers_go": ([], None),
     "bl_fp8_decode": ([_PTR, _I64, _PTR, _I64, _I64, _I64, _INT], None),
 }
 

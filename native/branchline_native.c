@@ -14,6 +14,7 @@
 BL_EXPORT int bl_abi_version(void);
 BL_EXPORT int bl_best_isa(void);
 BL_EXPORT int bl_set_isa(int isa);
+BL_EXPORT void bl_let_workers_go(void);
 BL_EXPORT bl_activation_fn bl_activation;
 BL_EXPORT bl_norm_fn bl_norm;
 BL_EXPORT bl_fp8_decode_fn bl_fp8_decode;
@@ -88,6 +89,21 @@ int bl_set_isa(int isa)
         chosen = &bl_kernels_amx;
 #endif
     return 0;
+}
+
+#if defined(_OPENMP) && defined(__GNUC__)
+/* Of OpenMP 5.0, which some compilers' headers lack though their libraries have it. */
+extern int omp_pause_resource_all(int kind) __attribute__((weak));
+#endif
+
+/* End the idle worker threads of the calling thread (core/team.py). */
+void bl_let_workers_go(void)
+{
+#if defined(_OPENMP) && defined(__GNUC__)
+    enum { SOFT = 1 };
+    if (omp_pause_resource_all)
+        omp_pause_resource_all(SOFT);
+#endif
 }
 
 int bl_activation(const struct bl_activation_source *source, const struct bl_output *output,

@@ -30,7 +30,7 @@ from branchline.serving.serve_config import EngineConfig
 
 REQUESTS, TOKENS, PROMPT, RANK, ADAPTERS = 16, 64, 32, 16, 4
 VOCABULARY = 32_000
-#: Of three engines in one process none may take what is free; twice what 16 requests need.
+#: Of four engines in one process none may take what is free; twice what 16 requests need.
 CACHE = 256 * 2**20
 
 
@@ -67,6 +67,8 @@ AIMS = {
     "one adapter of rank 16": 0.7,
     "four adapters of rank 16": 0.7,
     "four, slots of rank 64": 0.7,
+    "bfloat16 base": 1.0,
+    "bfloat16, four adapters": 0.7,
     "FP8 base": 1.0,
     "FP8, four adapters": 0.7,
 }
@@ -187,26 +189,30 @@ def measure(label: str, shape: Shape, rounds: int) -> list[Result]:
         wide = branchline.wrap(
             shape.build(torch.float32), quant="none", max_loras=ADAPTERS, max_lora_rank=64
         )
-        quantised = branchline.wrap(
-            shape.build(torch.bfloat16),
-            quant="fp8-dynamic",
-            max_loras=ADAPTERS,
-            float_kernel="auto",
+        halves, quantised = (
+            branchline.wrap(
+                shape.build(torch.bfloat16), quant=quant, max_loras=ADAPTERS, float_kernel="auto"
+            )
+            for quant in ("none", "fp8-dynamic")
         )
-        for one in (served, wide, quantised):
+        engines = []
+        for one in (served, wide, halves, quantised):
             for index, source in enumerate(folders):
                 one.adapters.load(f"adapter{index}", source)
-        ours, ours_wide, ours_fp8 = (Ours(s, max_loras=ADAPTERS) for s in (served, wide, quantised))
+            engines.append(Ours(one, max_loras=ADAPTERS))
+    ours, ours_wide, ours_halves, ours_fp8 = engines
     mixed = [f"adapter{row % ADAPTERS}" for row in range(REQUESTS)]
     base: list[str | None] = [None] * REQUESTS
-    one = ["adapter0"] * REQUESTS
+    alone = ["adapter0"] * REQUESTS
     check(ours.run(base), theirs.run())
     cases = {
         "transformers, base": theirs.run,
         "base": lambda: ours.run(base),
-        "one adapter of rank 16": lambda: ours.run(one),
+        "one adapter of rank 16": lambda: ours.run(alone),
         "four adapters of rank 16": lambda: ours.run(mixed),
         "four, slots of rank 64": lambda: ours_wide.run(mixed),
+        "bfloat16 base": lambda: ours_halves.run(base),
+        "bfloat16, four adapters": lambda: ours_halves.run(mixed),
         "FP8 base": lambda: ours_fp8.run(base),
         "FP8, four adapters": lambda: ours_fp8.run(mixed),
     }
@@ -221,8 +227,8 @@ def measure(label: str, shape: Shape, rounds: int) -> list[Result]:
         median = statistics.median(found)
         rate = REQUESTS * TOKENS / median
         say(f"{label}: {name:<28}{rate:8.0f} tokens/s   {yardstick / median:5.2f} of our base")
-    for one_engine in (ours, ours_wide, ours_fp8):
-        one_engine.stop()
+    for engine in engines:
+        engine.stop()
     return _results(label, times)
 
 

@@ -26,6 +26,7 @@ from ...core.errors import (
     EngineStoppedError,
     RequestFailedError,
 )
+from ...core.team import let_workers_go
 from ..model import ServedModel
 from ..serve_config import EngineConfig
 from .attention import IMPLEMENTATION
@@ -108,6 +109,8 @@ class Engine:
         with self._lock:
             if self._stopping:
                 raise self._stopped("engine.start()")
+            # The caller wrapped the model: what it computed with would slow down every step.
+            let_workers_go()
             self._thread.start()
 
     def submit(self, request: GenerationRequest) -> None:
@@ -226,6 +229,8 @@ class Engine:
     def _take_in(self) -> None:
         """Do what others asked for; wait for that where there is nothing else to do."""
         if not self._scheduler.has_work:
+            if self._inbox.empty():
+                let_workers_go()
             self._inbox.get()()
         while not self._ended:
             try:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.requests import HTTPConnection
 
+from ...core.team import SideThreads
 from ..model import ServedModel
 from ..serve_config import ServeConfig
 from .admission import Admission
@@ -102,10 +103,11 @@ class ServerState:
             self.encoder = Encoder(self.served, padding, self.folder)
         self.admission = Admission(self.config.max_queue, self.config.max_concurrency_per_key)
         self.bridges = Bridges()
-        self.lease_threads = ThreadPoolExecutor(_LEASE_THREADS, "branchline-lease")
-        self.text_threads = ThreadPoolExecutor(_TEXT_THREADS, "branchline-text")
-        self.load_threads = ThreadPoolExecutor(_LOAD_THREADS, "branchline-load")
-        self.look_threads = ThreadPoolExecutor(_LOOK_THREADS, "branchline-look")
+        self.lease_threads = SideThreads(_LEASE_THREADS, "branchline-lease")
+        self.text_threads = SideThreads(_TEXT_THREADS, "branchline-text")
+        self.load_threads = SideThreads(_LOAD_THREADS, "branchline-load")
+        self.look_threads = SideThreads(_LOOK_THREADS, "branchline-look")
+        # Computes, and so keeps its workers.
         self.forward_thread = ThreadPoolExecutor(1, "branchline-forward")
 
     @property

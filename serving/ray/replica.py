@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -16,6 +15,7 @@ from ray.serve.exceptions import RayServeException
 from starlette.types import ASGIApp
 
 from ...core.errors import AdapterError, EngineStoppedError
+from ...core.team import SideThreads
 from ..http.app import create_app
 from ..http.errors import ApiError
 from ..http.logs import RequestLog, configure_logging
@@ -75,7 +75,7 @@ class Replica:
         # Not yet sure to be reached by what the whole fleet is told.
         self._new = True
         # Changes of one replica are made one after the other.
-        self._thread = ThreadPoolExecutor(1, "branchline-follow")
+        self._thread = SideThreads(1, "branchline-follow")
 
         def make() -> tuple[ServerState, ASGIApp]:
             state = make_state(load(), config, names)
