@@ -45,4 +45,11 @@ class SideThreads(ThreadPoolExecutor):
 
     def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
         """As of the base class."""
-        return super().submit(then_alone(fn), *args, **kwargs)
+
+        def alone() -> _T:
+            try:
+                return fn(*args, **kwargs)
+            finally:
+                let_workers_go()
+
+        return super().submit(alone)
