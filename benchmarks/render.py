@@ -70,6 +70,11 @@ SECTIONS: dict[str, tuple[str, str]] = {
         "16 requests of 64 tokens at once: our base against transformers' continuous batching; "
         "all else against our base.",
     ),
+    "side-by-side": (
+        "Beside other engines",
+        "`python -m benchmarks.side_by_side ENGINE` installs another engine and runs both on one "
+        "model in bfloat16, one after the other: servers over HTTP, libraries by `generate`.",
+    ),
 }
 _BAR, _MISSED, _INK = "#2f6f8f", "#c4552d", "#333333"
 _STYLE = {

