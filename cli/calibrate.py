@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
 from .output import console, note, print_json, results_only_on_stdout
 from .session import JsonOption
 
 if TYPE_CHECKING:
-    from ..policies.cost import Calibration
+    from ..policies.cost import DeviceCosts
 
 DeviceOption = Annotated[
     str, typer.Option(metavar="DEVICE", help="cpu, cuda or cuda:N: what to measure.")
@@ -41,8 +42,14 @@ def calibrate(
 
     place = parse_device(device)
     note(f"measuring the routes on {place}")
-    with results_only_on_stdout(), on_device(place):
-        found = measure(str(place))
+    # Drawn between two measurements, never beside one.
+    bar = Progress(console=Console(stderr=True), transient=True, auto_refresh=False)
+    with results_only_on_stdout(), on_device(place), bar:
+        task = bar.add_task("measuring", total=None)
+        found = measure(
+            str(place),
+            told=lambda done, count: bar.update(task, completed=done, total=count, refresh=True),
+        )
     file = calibration_file(found.device_type) if out is None else out
     found.save(file)
     note(f"written to {file}")
@@ -52,7 +59,7 @@ def calibrate(
         _render(found, console())
 
 
-def _render(found: Calibration, console: Console) -> None:
+def _render(found: DeviceCosts, console: Console) -> None:
     here = found.fingerprint
     facts = (here.isa, f"{here.threads} threads" if here.threads else "", f"torch {here.torch}")
     console.print(f"{here.device} ({', '.join(filter(None, facts))}), {here.digest}")

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from ..core.quant_key import QuantKey
 from ..core.route import Route
+from ..linear.parts import READS_RAW
+from ..linear.registry import LayerRegistry
+from .site import Site
 
 _SHRUNK_BYTES = 4  # float32
 
@@ -62,3 +66,43 @@ class SiteTraffic:
         if self.key.static:
             return codes
         return codes + math.prod(self.key.scale_shape(shape)) * self.key.scale_dtype.itemsize
+
+
+def traffic_of(
+    site: Site,
+    key: QuantKey,
+    registry: LayerRegistry,
+    live: Mapping[int, str],
+    *,
+    tokens: int,
+    adapter_tokens: int,
+    shrink_width: int,
+) -> SiteTraffic:
+    """A site in a batch whose adapters have as many tokens each.
+
+    Args:
+        site: the site.
+        key: what its consumers accept.
+        registry: of its linears.
+        live: the adapters of the batch.
+        tokens: of the batch.
+        adapter_tokens: those of rows with an adapter.
+        shrink_width: see `SiteTraffic`.
+    """
+    # What matters is which of the adapters read this site's output, not what else they hold.
+    readers = {
+        identity
+        for layer in site.layers
+        for identity, holder in registry.branches(layer, live.keys()).items()
+        if holder.parts & READS_RAW
+    }
+    facts = site.facts
+    rows = adapter_tokens * facts.rows_per_token
+    return SiteTraffic(
+        rows=tokens * facts.rows_per_token,
+        columns=facts.columns,
+        dtype=facts.dtype,
+        key=key,
+        adapter_rows=-(-rows * len(readers) // len(live)) if readers else 0,
+        shrink_width=shrink_width,
+    )

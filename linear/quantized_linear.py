@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Self
-
 import torch
 from torch import nn
 
 from ..core.errors import WrapError
 from ..core.scheme import LinearScheme
+from .checkpoint_module import CheckpointModule
 from .contract import InputContract
 from .quantized_weight import QuantizedWeight
 
 
-class QuantizedLinear(nn.Module):
+class QuantizedLinear(CheckpointModule):
     """Codes, scales and bias of one linear; `wrap` gives it a kernel.
 
     Args:
@@ -35,12 +33,10 @@ class QuantizedLinear(nn.Module):
         contract: InputContract,
         dtype: torch.dtype,
     ) -> None:
-        super().__init__()
-        self.name = name
+        super().__init__(name, dtype)
         self.in_features, self.out_features = weight.in_features, weight.out_features
         self.scheme = scheme
         self.contract = contract
-        self.dtype = dtype
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self._weight: QuantizedWeight | None = weight
 
@@ -73,20 +69,6 @@ class QuantizedLinear(nn.Module):
     def restore(self, weight: QuantizedWeight) -> None:
         """Take the weight back."""
         self._weight = weight
-
-    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        raise WrapError(
-            self.name,
-            "its codes are no parameters, so a state dict or a saved checkpoint would lack them",
-            "copy the checkpoint's folder instead",
-        )
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        raise WrapError(
-            self.name,
-            "cannot be moved or cast: its codes, scales and dtype are the checkpoint's",
-            "pass dtype= to branchline.load_model, or set dtype in its config.json",
-        )
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Not served: only a kernel can multiply.

@@ -19,10 +19,9 @@ from ..core.selection import Rejection
 from ..fusion.producers.base import ProducerRequest
 from ..fusion.registry import ProducerRegistry, Selection
 from ..fusion.site import Site
-from ..fusion.traffic import SiteTraffic
+from ..fusion.traffic import traffic_of
 from ..linear.batch_class import BatchClass
 from ..linear.branching import Place
-from ..linear.parts import READS_RAW
 from ..linear.registry import LayerRegistry, RawReader
 from ..linear.routed import RoutedLayer
 from .base import Policy, RouteChoice, SiteState, allowed_routes
@@ -227,20 +226,13 @@ class Planner:
         traffic = None
         if batch is not None:
             assert key is not None
-            held = [
-                (identity, holder)
-                for layer in site.layers
-                for identity, holder in self.registry.branches(layer, live.keys()).items()
-                if holder.parts & READS_RAW
-            ]
-            reading = len({identity for identity, _ in held})
-            rows = batch.adapter_tokens * facts.rows_per_token
-            traffic = SiteTraffic(
-                rows=batch.tokens * facts.rows_per_token,
-                columns=facts.columns,
-                dtype=facts.dtype,
-                key=key,
-                adapter_rows=-(-rows * reading // len(live)) if reading else 0,
+            traffic = traffic_of(
+                site,
+                key,
+                self.registry,
+                live,
+                tokens=batch.tokens,
+                adapter_tokens=batch.adapter_tokens,
                 shrink_width=sum(self._shrink_rank(layer, live) for layer in site.layers),
             )
         return SiteState(

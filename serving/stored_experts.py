@@ -11,6 +11,7 @@ from transformers.core_model_loading import Concatenate, MergeModulelist
 
 from ..core.errors import CheckpointError
 from ..linear.checkpoint import TensorHeader
+from ..linear.checkpoint.layer import is_float
 from ..linear.experts.find import find_experts
 from ..linear.experts.form import ExpertsForm
 from .checkpoint_names import CheckpointNames, MergedWeight
@@ -146,7 +147,7 @@ def _layout(
         full = f"{name}.{projection}"
         if full in names.whole:
             key = names.whole[full]
-            if is_float(headers[key]):
+            if is_float(headers[key].dtype):
                 return None
             if form.interleaved or form.transposed:
                 return "its experts lie in one tensor, in an order of the model's own"
@@ -251,8 +252,3 @@ def _kind(parts: Mapping[str, TensorHeader]) -> str:
         size = "x".join(map(str, shape))
         texts.append(f"{part} {str(dtype).removeprefix('torch.')}{f' {size}' if size else ''}")
     return " and ".join(texts) or "no tensors"
-
-
-def is_float(header: TensorHeader) -> bool:
-    """Whether a tensor is an unquantised weight."""
-    return header.dtype.is_floating_point and header.dtype.itemsize > 1

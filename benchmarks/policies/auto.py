@@ -28,7 +28,7 @@ from branchline.linear.batch_class import BatchClass
 from branchline.linear.registry import RawReader
 from branchline.policies.auto import CheapestPolicy
 from branchline.policies.base import Policy, SiteState
-from branchline.policies.cost import Calibration
+from branchline.policies.cost import DeviceCosts
 from branchline.policies.cost.measure import Bench, Case, Extent, calibrate
 from branchline.policies.policy import make_policy
 
@@ -172,7 +172,7 @@ def _tell(found: Results) -> None:
 # --- sites -------------------------------------------------------------------------------------
 
 
-def _sites(found: Calibration, rows: tuple[int, ...], rounds: int) -> Iterator[Line]:
+def _sites(found: DeviceCosts, rows: tuple[int, ...], rounds: int) -> Iterator[Line]:
     bench = Bench(torch.device("cpu"), rounds)
     policies = {"auto": CheapestPolicy(found.model(bench.platform))}
     policies |= {name: make_policy(name) for name in FIXED}
@@ -214,7 +214,7 @@ def _chosen(policy: Policy, case: Case) -> Route:
 # --- a whole model -----------------------------------------------------------------------------
 
 
-def _model(found: Calibration, tokens: tuple[int, ...], rounds: int) -> Iterator[Line]:
+def _model(found: DeviceCosts, tokens: tuple[int, ...], rounds: int) -> Iterator[Line]:
     with TemporaryDirectory() as folder:
         served = _served(Path(folder))
         auto = CheapestPolicy(found.model(served.planner.platform))

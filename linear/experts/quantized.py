@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Self
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
 from ...core.errors import WrapError
 from ...core.scheme import LinearScheme
+from ..checkpoint_module import CheckpointModule
 from ..contract import InputContract
 from .form import ExpertsForm
 from .weight import ExpertsWeight
 
 
-class QuantizedExperts(nn.Module):
+class QuantizedExperts(CheckpointModule):
     """Codes, scales and biases of a layer's experts; `wrap` gives them kernels.
 
     Args:
@@ -41,15 +42,13 @@ class QuantizedExperts(nn.Module):
         contracts: Mapping[str, InputContract],
         dtype: torch.dtype,
     ) -> None:
-        super().__init__()
-        self.name = name
+        super().__init__(name, dtype)
         self.form = form
         # In a tuple, so that its parameters do not become this one's.
         self._original = (original,)
         self.biases = dict(biases)
         self.schemes = dict(schemes)
         self.contracts = dict(contracts)
-        self.dtype = dtype
         self._weights: dict[str, ExpertsWeight] = dict(weights)
 
     @property
@@ -86,20 +85,6 @@ class QuantizedExperts(nn.Module):
     def restore(self, projection: str, weight: ExpertsWeight) -> None:
         """Take the weights of a projection back."""
         self._weights[projection] = weight
-
-    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        raise WrapError(
-            self.name,
-            "its codes are no parameters, so a state dict or a saved checkpoint would lack them",
-            "copy the checkpoint's folder instead",
-        )
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        raise WrapError(
-            self.name,
-            "cannot be moved or cast: its codes, scales and dtype are the checkpoint's",
-            "pass dtype= to branchline.load_model, or set dtype in its config.json",
-        )
 
     def forward(self, *args: Any) -> torch.Tensor:
         """Not served: only kernels can multiply.

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ...core.quant_key import QuantKey
 from ...core.route import Route
 from ...fusion.site import Site
-from ...fusion.traffic import SiteTraffic
+from ...fusion.traffic import SiteTraffic, traffic_of
 from ...linear.batch_class import BatchClass
 from ...linear.parts import READS_RAW
 from ...linear.registry import LayerRegistry
@@ -61,32 +60,22 @@ class BatchTraffic:
             route: usually the planned one.
         """
         key = site.common_key()
-        rows = self._tokens * site.facts.rows_per_token
         if key is None:
             # No codes are ever made: the activation is written, and its linears read it.
+            rows = self._tokens * site.facts.rows_per_token
             moved = rows * site.facts.columns * site.facts.dtype.itemsize
             return Load(moved, moved / self._model.device.bandwidth)
-        return self._load(self._traffic(site, plan, live, key, rows), site.facts.kind, route)
-
-    def _traffic(
-        self, site: Site, plan: Plan, live: Mapping[int, str], key: QuantKey, rows: int
-    ) -> SiteTraffic:
-        # What matters is which of the adapters read this site's output, not what else they hold.
-        readers = {
-            identity
-            for layer in site.layers
-            for identity, holder in self._registry.branches(layer, live.keys()).items()
-            if holder.reads_raw
-        }
         reading = [layer for layer in site.layers if plan.parts[layer.index] & READS_RAW]
-        return SiteTraffic(
-            rows=rows,
-            columns=site.facts.columns,
-            dtype=site.facts.dtype,
-            key=key,
-            adapter_rows=-(-rows * len(readers) // len(live)) if readers else 0,
+        traffic = traffic_of(
+            site,
+            key,
+            self._registry,
+            live,
+            tokens=self._tokens,
+            adapter_tokens=self._tokens,
             shrink_width=sum(plan.shrink_ranks[layer.index] for layer in reading),
         )
+        return self._load(traffic, site.facts.kind, route)
 
     def _load(self, traffic: SiteTraffic, kind: str, route: Route) -> Load:
         loads = self._found.setdefault((traffic, kind), {})

@@ -21,7 +21,7 @@ from .routes import RouteCost
 _REMEDY = "run branchline calibrate"
 
 
-class Calibration(ReportPart):
+class DeviceCosts(ReportPart):
     """What `branchline calibrate` measured.
 
     Attributes:
@@ -63,7 +63,7 @@ class Calibration(ReportPart):
             ) from error
 
     @classmethod
-    def load(cls, file: Path) -> Calibration:
+    def load(cls, file: Path) -> DeviceCosts:
         """Read it.
 
         Raises:
@@ -124,7 +124,7 @@ class StoredCosts:
         if file is None and not path.is_file():
             return cls(None, f"no calibration of this device, {_REMEDY}")
         try:
-            found = Calibration.load(path)
+            found = DeviceCosts.load(path)
         except CalibrationError as error:
             if file is not None:
                 raise
@@ -133,7 +133,7 @@ class StoredCosts:
         return cls.judged(found, fingerprint_of(platform), platform)
 
     @classmethod
-    def judged(cls, found: Calibration, here: DeviceFingerprint, platform: Platform) -> StoredCosts:
+    def judged(cls, found: DeviceCosts, here: DeviceFingerprint, platform: Platform) -> StoredCosts:
         """Whether a calibration holds on a device; pure."""
         stale = found.fingerprint.differences(here)
         if stale:

@@ -31,7 +31,7 @@ from ...fusion.traffic import SiteTraffic
 from ...linear.contract import InputContract, InputScale
 from ...linear.outputs import RawRequest, Shrink
 from ...linear.quantizers import quantize_input
-from .calibration import Calibration
+from .calibration import DeviceCosts
 from .routes import RouteCost, Timing, fitted
 
 _DTYPE = torch.bfloat16
@@ -96,12 +96,17 @@ class Case:
         return (Route.UNFUSED, Route.DUAL, Route.ABSORBED)
 
 
-def calibrate(device: str, extent: Extent | None = None) -> Calibration:
+def calibrate(
+    device: str,
+    extent: Extent | None = None,
+    told: Callable[[int, int], None] = lambda done, count: None,
+) -> DeviceCosts:
     """Measure this device.
 
     Args:
         device: "cpu", "cuda" or "cuda:N".
         extent: how much is measured.
+        told: after each case, how many are done, of how many.
 
     Raises:
         KernelUnavailableError: no producer runs there that would save anything.
@@ -109,7 +114,11 @@ def calibrate(device: str, extent: Extent | None = None) -> Calibration:
     extent = extent or Extent()
     begin = time.perf_counter()
     bench = Bench(torch.device(device), extent.rounds)
-    timings = {case: bench.measure(case) for case in cases(extent)}
+    wanted = list(cases(extent))
+    timings: dict[Case, dict[Route, float]] = {}
+    for case in wanted:
+        timings[case] = bench.measure(case)
+        told(len(timings), len(wanted))
     routes = tuple(
         fitted(kind, route, [Timing(c.traffic, found[route]) for c, found in group])
         for kind in _SEMANTICS
@@ -130,7 +139,7 @@ def calibrate(device: str, extent: Extent | None = None) -> Calibration:
             "install branchline where a C compiler is, or calibrate a GPU with Triton installed",
         )
     bandwidth, launch = _whole(timings)
-    return Calibration(
+    return DeviceCosts(
         device_type=bench.platform.device_type,
         fingerprint=fingerprint_of(bench.platform),
         bandwidth=bandwidth,

@@ -1,4 +1,4 @@
-"""What a route of a site costs, as measured: four numbers that are fitted to many batches."""
+"""What a route of a site costs, as measured: five numbers that are fitted to many batches."""
 
 from __future__ import annotations
 

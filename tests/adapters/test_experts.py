@@ -25,8 +25,8 @@ from branchline.core.errors import (
     AdapterUnsupportedError,
 )
 from branchline.serving.base_facts import base_facts
-from tests.moe_adapters import BOTH, delta, loaded_by_peft, parameters_of, save, with_adapter
-from tests.moe_models import build
+from tests.moe.adapters import BOTH, delta, loaded_by_peft, parameters_of, save, with_adapter
+from tests.moe.models import build
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 KINDS = ["mixtral", "qwen3_moe", "gpt_oss", "nemotron_h"]

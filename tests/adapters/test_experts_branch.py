@@ -17,7 +17,7 @@ from branchline.linear.experts import ExpertsLinear, PairRows, Pairs
 from branchline.linear.experts.kernels.each import FloatExperts
 from branchline.linear.experts.shard import ExpertsShard
 from branchline.linear.registry import LayerRegistry
-from tests.moe_adapters import delta
+from tests.moe.adapters import delta
 
 # --- the branch --------------------------------------------------------------------------------
 

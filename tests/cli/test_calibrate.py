@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from branchline.policies.cost import Calibration, calibration_file
+from branchline.policies.cost import DeviceCosts, calibration_file
 from branchline.policies.cost import measure as measuring
 from branchline.policies.cost.measure import Extent
 
@@ -16,7 +16,7 @@ measure = measuring.calibrate
 def quick(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     small = Extent(rows=(1, 8), columns=(256,), ranks=(8,), rounds=2)
-    monkeypatch.setattr(measuring, "calibrate", lambda device: measure(device, small))
+    monkeypatch.setattr(measuring, "calibrate", lambda device, told: measure(device, small, told))
 
 
 def test_it_is_stored_in_the_cache_folder_and_told(branchline, tmp_path):
@@ -25,7 +25,7 @@ def test_it_is_stored_in_the_cache_folder_and_told(branchline, tmp_path):
     file = tmp_path / "cache" / "branchline" / "calibration" / "cpu.json"
     assert calibration_file("cpu") == file
     assert str(file) in done.err
-    stored = Calibration.load(file)
+    stored = DeviceCosts.load(file)
     for part in (stored.fingerprint.device, stored.fingerprint.digest, "absorbed", "GB/s"):
         assert part in done.out
 
@@ -33,7 +33,7 @@ def test_it_is_stored_in_the_cache_folder_and_told(branchline, tmp_path):
 def test_json_is_all_of_stdout_and_out_names_the_file(branchline, tmp_path):
     done = branchline("calibrate", "--json", "--out", str(tmp_path / "mine.json"))
     assert done.code == 0, done.err
-    assert Calibration.model_validate_json(done.out) == Calibration.load(tmp_path / "mine.json")
+    assert DeviceCosts.model_validate_json(done.out) == DeviceCosts.load(tmp_path / "mine.json")
     assert not calibration_file("cpu").exists()
 
 

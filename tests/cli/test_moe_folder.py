@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import moe_checkpoints as moe
-from tests.moe_models import build
+from tests.moe import checkpoints as moe
+from tests.moe.models import build
 
 SCHEME = "fp8-block128x128 x fp8-dynamic-group128"
 

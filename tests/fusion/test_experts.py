@@ -16,8 +16,8 @@ from branchline.linear.contract import InputContract
 from branchline.linear.quantized_weight import code_values
 from branchline.linear.quantizers import quantize_input
 from tests.helpers import same_bytes
-from tests.moe_models import MODELS
-from tests.moe_world import World, ran, untouched
+from tests.moe.models import MODELS
+from tests.moe.world import World, ran, untouched
 
 KINDS = list(MODELS)
 QUANTIZED = [name for name in SCHEMES if SCHEMES[name].input is not None]

@@ -13,7 +13,7 @@ from branchline.fusion import probe as probes
 from branchline.linear import outputs
 from branchline.linear.batch import Batch, BatchScope
 from tests.helpers import same_bytes
-from tests.moe_world import NAMES, Products, World, ran, run_rows, with_adapters
+from tests.moe.world import NAMES, Products, World, ran, run_rows, with_adapters
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from branchline.policies import auto
 from branchline.policies.auto import AutoPolicy, CheapestPolicy, UncalibratedPolicy
 from branchline.policies.base import SiteState
 from branchline.policies.cost import (
-    Calibration,
     CostModel,
+    DeviceCosts,
     RouteCost,
     calibration_file,
     cost_model_for,
@@ -106,9 +106,9 @@ def test_equal_costs_prefer_less_traffic():
 # --- where the costs come from -----------------------------------------------------------------
 
 
-def calibration(**changes) -> Calibration:
+def calibration(**changes) -> DeviceCosts:
     here = fingerprint_of(detect_platform()).model_copy(update=changes)
-    return Calibration(
+    return DeviceCosts(
         device_type="cpu", fingerprint=here, bandwidth=2e10, launch_seconds=1e-5,
         routes=route_costs(), median_error=0.1, seconds=1.0,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from branchline.core.fingerprint import fingerprint_of
 from branchline.core.platform import detect_platform
 from branchline.core.quant_key import FP8_DYNAMIC_TOKEN, FP8_STATIC_TENSOR
 from branchline.core.route import Route
-from branchline.policies.cost import Calibration, RouteCost
+from branchline.policies.cost import DeviceCosts, RouteCost
 from branchline.serving.self_check import check_numerics
 from tests.models import token_ids
 
@@ -35,7 +35,7 @@ def calibrated(tmp_path) -> str:
         for route, (call, element) in COSTS.items()
     )
     file = tmp_path / "calibration.json"
-    Calibration(
+    DeviceCosts(
         device_type="cpu", fingerprint=fingerprint_of(platform), bandwidth=2e10,
         launch_seconds=1e-6, routes=routes, median_error=0.0, seconds=1.0,
     ).save(file)  # fmt: skip

@@ -14,7 +14,7 @@ from branchline.fusion.experts import RoutedExperts
 from branchline.linear.registry import LayerRegistry
 from branchline.serving.experts import ModelExperts
 from tests.helpers import same_bytes
-from tests.moe_models import MODELS, build, token_ids
+from tests.moe.models import MODELS, build, token_ids
 
 KINDS = list(MODELS)
 

@@ -19,7 +19,7 @@ from branchline.serving.inspect import inspect_source
 from branchline.serving.self_check import check_numerics
 from branchline.serving.serve_config import EngineConfig
 from tests.helpers import same_bytes
-from tests.moe_models import MODELS, build, token_ids
+from tests.moe.models import MODELS, build, token_ids
 from tests.serving.engine.conftest import Client
 
 IDS = token_ids(2, 9)

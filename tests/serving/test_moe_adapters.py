@@ -17,8 +17,8 @@ import branchline
 from branchline.core.errors import AdapterCapacityError, AdapterFormatError
 from branchline.core.route import Route
 from branchline.linear.experts import ExpertsLinear
-from tests.moe_adapters import BOTH, loaded_by_peft, parameters_of, peft_logits, save
-from tests.moe_models import build, token_ids
+from tests.moe.adapters import BOTH, loaded_by_peft, parameters_of, peft_logits, save
+from tests.moe.models import build, token_ids
 
 KINDS = ["mixtral", "qwen3_moe", "gpt_oss", "nemotron_h"]
 ATTENTION = {kind: ["o_proj", "v_proj"] for kind in KINDS}

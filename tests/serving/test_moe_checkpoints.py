@@ -21,8 +21,8 @@ from branchline.linear.experts.quantized import QuantizedExperts
 from branchline.linear.quantized_weight import QuantizedWeight
 from branchline.serving import quantize_checkpoint
 from branchline.serving.inspect import inspect_source
-from tests import moe_checkpoints as moe
-from tests.moe_models import build, token_ids
+from tests.moe import checkpoints as moe
+from tests.moe.models import build, token_ids
 
 IDS = token_ids(2, 9)
 LAYER = "model.layers.0.mlp.experts"

@@ -14,8 +14,8 @@ from branchline.linear.experts.kernels.each import FloatExperts
 from branchline.linear.experts.kernels.native_bf16 import NativeBf16Experts
 from branchline.linear.experts.layer import ExpertsLinear
 from tests.helpers import same_bytes
-from tests.moe_adapters import BOTH, save
-from tests.moe_models import MODELS, build, token_ids
+from tests.moe.adapters import BOTH, save
+from tests.moe.models import MODELS, build, token_ids
 
 IDS = token_ids(2, 9)
 

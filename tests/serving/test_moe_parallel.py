@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 
 from branchline.core.errors import WrapError
 from tests.models import token_ids
-from tests.moe_models import MODELS
+from tests.moe.models import MODELS
 from tests.serving import two_ranks
 from tests.serving.two_ranks import Setup, TwoRanks
 

@@ -15,7 +15,7 @@ import branchline
 from branchline.core.errors import AdapterUnsupportedError, BatchError
 from branchline.linear.router import RouterOutputs, _outputs_of
 from tests.models import token_ids
-from tests.moe_models import MODELS
+from tests.moe.models import MODELS
 
 IDS = token_ids(2, 7)
 PARAMETERS = {

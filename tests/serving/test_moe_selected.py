@@ -9,8 +9,8 @@ import torch
 
 import branchline
 from branchline.core.errors import BatchError
-from tests.moe_adapters import BOTH, save
-from tests.moe_models import MODELS, token_ids
+from tests.moe.adapters import BOTH, save
+from tests.moe.models import MODELS, token_ids
 
 IDS = token_ids(2, 8)
 

@@ -8,7 +8,8 @@ import pytest
 
 from branchline import wrap
 from branchline.policies.audit.report import AuditReport, SiteReport
-from tests import models, moe_models
+from tests import models
+from tests.moe import models as moe_models
 
 POLICIES = ("dynamic", "static", "dual", "absorbed")
 NAMES = ("attention", "mlp", "all")

@@ -18,7 +18,7 @@ from branchline.core.route import Route
 from branchline.fusion.registry import ProducerRegistry
 from branchline.fusion.traffic import SiteTraffic
 from branchline.policies.cost import (
-    Calibration,
+    DeviceCosts,
     RouteCost,
     StoredCosts,
     calibration_file,
@@ -88,7 +88,7 @@ def test_this_machine_is_measured_and_stored_and_read_again(tmp_path):
     assert 1e8 < found.bandwidth < 1e13
     assert 0 <= found.median_error < 1
     found.save(tmp_path / "deep" / "cpu.json")
-    assert Calibration.load(tmp_path / "deep" / "cpu.json") == found
+    assert DeviceCosts.load(tmp_path / "deep" / "cpu.json") == found
     assert [p.name for p in (tmp_path / "deep").iterdir()] == ["cpu.json"]
 
 
@@ -123,14 +123,14 @@ def test_nothing_to_measure_is_refused(monkeypatch):
 # --- the cost model ----------------------------------------------------------------------------
 
 
-def calibration(**changes) -> Calibration:
+def calibration(**changes) -> DeviceCosts:
     platform = detect_platform()
     given = {
         "device_type": "cpu", "fingerprint": fingerprint_of(platform), "bandwidth": 2e10,
         "launch_seconds": 1e-5, "median_error": 0.1, "seconds": 1.0,
         "routes": (cost(), cost(key=str(FP8_DYNAMIC_TOKEN), call=2e-5)),
     }  # fmt: skip
-    return Calibration(**{**given, **changes})
+    return DeviceCosts(**{**given, **changes})
 
 
 def test_measured_costs_stand_in_the_place_of_counted_ones():

@@ -22,9 +22,10 @@ from branchline.serving.config import WrapConfig
 from branchline.serving.hollow.audit import Fleet, FolderAudit
 from branchline.serving.hollow.model import LARGE, hollow_model
 from branchline.serving.skeleton import Skeleton
-from tests import models, moe_models
+from tests import models
 from tests.checkpoints import PROMPTS, build_wide, quantize
-from tests.moe_checkpoints import fine_grained, fp8_config, write
+from tests.moe import models as moe_models
+from tests.moe.checkpoints import fine_grained, fp8_config, write
 
 POLICIES = ("dynamic", "static", "dual", "absorbed")
 # What only a served model has, or only a folder.

@@ -65,9 +65,9 @@ def save_adapter(folder: Path, targets: list[str], layers: range) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
-def save_fleet(folder: Path) -> None:
+def save_fleet(folder: Path, layers: int = LAYERS) -> None:
     """Adapters of three shapes; their files are links, which reading does not notice."""
-    last = range(LAYERS - 50, LAYERS)
+    last = range(layers - 50, layers)
     kinds = (["self_attn.q_proj", "self_attn.v_proj"], ["mlp.down_proj"], ["mlp.up_proj"])
     for index, targets in enumerate(kinds):
         save_adapter(folder / f"adapter{index:05}", targets, last)
@@ -103,6 +103,30 @@ def test_ten_thousand_adapters_on_a_thousand_layers_take_seconds(tmp_path):
     assert report.fleet.shapes == 3
     assert report.adapters[0].costs[0].sites_unfused == 50
     assert len(text) < 50e6
+
+
+def test_a_thousand_linears_and_ten_thousand_adapters_are_audited_from_files_in_ten_seconds(
+    tmp_path,
+):
+    # Seven linears a layer; the whole of it, from the config to the report as JSON.
+    layers = 143
+    save_config(
+        tmp_path / "model", hidden_size=HIDDEN, intermediate_size=INTERMEDIATE,
+        num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2, vocab_size=256,
+    )  # fmt: skip
+    save_fleet(tmp_path / "fleet", layers)
+    costs = cost_model_of(detect_platform())
+    asked = FolderAudit(
+        tmp_path / "model", WrapConfig(), costs.device.platform, costs, (make_policy("dynamic"),),
+        fleet=Fleet(tmp_path / "fleet"),
+    )  # fmt: skip
+    begun = time.perf_counter()
+    report = asked.run()
+    text = report.model_dump_json()
+    assert time.perf_counter() - begun < 10
+    assert len(text) < 50e6
+    assert sum(len(site.consumers) for site in report.sites) + layers > 1000
+    assert len(report.adapters) == ADAPTERS
 
 
 def test_a_folder_of_seventy_billion_parameters_is_audited_in_seconds_and_two_gigabytes(tmp_path):

@@ -13,7 +13,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel
 
 from branchline.adapters.weights import ExpertsWeights
-from tests.moe_models import build
+from tests.moe.models import build
 
 BOTH = ("gate_up_proj", "down_proj")
 

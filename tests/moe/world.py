@@ -23,7 +23,7 @@ from branchline.linear.shrink import shrink
 from branchline.policies.planner import Planner
 from branchline.policies.policy import make_policy
 from branchline.serving.experts import ModelExperts
-from tests.moe_models import build, token_ids
+from tests.moe.models import build, token_ids
 
 RANK, WIDTH = 3, 4
 ONE_LAYER = {
