@@ -31,8 +31,8 @@ from .naming import adapter_of, known_names
 from .state import ServerState
 
 logger = logging.getLogger("branchline.http")
-#: Updates of one request that are told at once where nobody waits for the first of them: the event
-#: loop holds the interpreter while it tells them, and at every step that would slow the engine down.
+#: Updates of one request that are told at once where nobody waits for the first of them: the
+#: event loop holds the interpreter while it tells them, and every step would wait for that.
 _TOGETHER = 64
 
 
