@@ -31,9 +31,6 @@ from .naming import adapter_of, known_names
 from .state import ServerState
 
 logger = logging.getLogger("branchline.http")
-#: Updates of one request that are told at once where nobody waits for the first of them: the
-#: event loop holds the interpreter while it tells them, and every step would wait for that.
-_TOGETHER = 64
 
 
 @dataclass(frozen=True)
@@ -108,7 +105,6 @@ class Generation:
         self._arrived: deque[tuple[int, Update]] = deque()
         self._wake = asyncio.Event()
         self._running: set[int] = set()
-        self._together = False
         self._closed = False
 
     @property
@@ -146,18 +142,13 @@ class Generation:
             self._engine.submit(request)
             self._running.add(answer.index)
 
-    async def pieces(self, *, as_they_come: bool = True) -> AsyncGenerator[Piece, None]:
-        """What is to be told; of each answer the last has a `finish`.
-
-        Args:
-            as_they_come: at every step of the engine; else some together, unless a stop string may
-                end an answer early.
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        """What is to be told, as it comes; of each answer the last has a `finish`.
 
         Raises:
             BranchlineError: an answer failed.
             ApiError: somebody else has cancelled it.
         """
-        self._together = not as_they_come and not self.work.shape.stops
         left = len(self.answers)
         while left:
             await self._wake.wait()
@@ -183,6 +174,10 @@ class Generation:
         answer = self.answers[index]
         if answer.finish is not None:
             return None
+        if update.started_at is not None:
+            self._meters[index].started(update.started_at)
+        if update.tokens:
+            self._meters[index].first_token()
         self._cached[index] += update.cached_tokens
         if update.error is not None:
             self._end(index, FinishReason.ERROR, update.error)
@@ -209,13 +204,8 @@ class Generation:
             if not self._running:
                 self._release()
             return
-        if update.started_at is not None:
-            self._meters[index].started(update.started_at)
-        if update.tokens:
-            self._meters[index].first_token()
         self._arrived.append((index, update))
-        if not self._together or update.finish is not None or len(self._arrived) >= _TOGETHER:
-            self._wake.set()
+        self._wake.set()
 
     def _release(self) -> None:
         lease, self._lease = self._lease, None

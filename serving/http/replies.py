@@ -143,7 +143,7 @@ async def _whole(
     async with generating(state, order) as generation:
         try:
             pieces: list[list[Piece]] = [[] for _ in generation.answers]
-            async for piece in generation.pieces(as_they_come=False):
+            async for piece in generation.pieces():
                 pieces[piece.index].append(piece)
         finally:
             _note(facts, generation)
