@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from benchmarks.adapters import loading, lora
+from benchmarks.harness import THREADS
 from benchmarks.linear import decode, head, matmul
 from benchmarks.moe import experts
 from benchmarks.policies import auto
@@ -46,7 +47,7 @@ def main() -> None:
         if given.out:
             # After each: what is measured stays, whatever comes of the next.
             given.out.parent.mkdir(parents=True, exist_ok=True)
-            found = finish(results, given.short, load_before)
+            found = finish(results, given.short, load_before, THREADS)
             given.out.write_text(found.model_dump_json(indent=2), encoding="utf-8")
 
 

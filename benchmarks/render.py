@@ -64,7 +64,10 @@ SECTIONS: dict[str, tuple[str, str]] = {
         "A batch of 16 rows in float32, against the same batch without adapters, and against "
         "PEFT's mixed batch, whose logits must agree.",
     ),
-    "loading": ("Loading and swapping", "Against PEFT, with other adapters there already."),
+    "loading": (
+        "Loading and swapping",
+        "Against PEFT, with other adapters there already; in one thread.",
+    ),
     "throughput": (
         "Engine",
         "16 requests of 64 tokens at once: our base against transformers' continuous batching; "

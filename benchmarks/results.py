@@ -8,7 +8,6 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
-import torch
 from pydantic import BaseModel, ConfigDict
 
 from branchline.core import native
@@ -86,12 +85,19 @@ def _cpu_model() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def finish(results: list[Result], short: bool, load_before: float) -> Run:
-    """A run that ends now."""
+def finish(results: list[Result], short: bool, load_before: float, threads: int) -> Run:
+    """A run that ends now.
+
+    Args:
+        results: of it.
+        short: few repetitions.
+        load_before: when it began.
+        threads: of all benchmarks that do not say otherwise.
+    """
     return Run(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         short=short,
-        threads=torch.get_num_threads(),
+        threads=threads,
         machine=machine(),
         load_before=load_before,
         load_after=os.getloadavg()[0],

@@ -28,6 +28,7 @@ from benchmarks.gpu.summary import summarise  # noqa: E402
 from benchmarks.harness import SCALE, eager_codes, random_bf16  # noqa: E402
 from benchmarks.render import render  # noqa: E402
 from benchmarks.results import Run  # noqa: E402
+from benchmarks.side_by_side.__main__ import kept  # noqa: E402
 
 
 def run(*arguments: str) -> str:
@@ -208,6 +209,16 @@ def test_results_are_rendered_with_plots_and_the_same_bytes_twice(tmp_path, reco
         assert str(plot) in text
     case = next(r.case for r in recorded.results if r.benchmark == "head")
     assert case in (tmp_path / "first" / "images" / "bench-head.svg").read_text(encoding="utf-8")
+
+
+def test_a_comparison_takes_the_place_of_its_own_earlier_one_alone(tmp_path, recorded):
+    head, *others = recorded.results
+    file = tmp_path / "run.json"
+    assert kept(file, head) == []
+    file.write_text(recorded.model_dump_json(), encoding="utf-8")
+    assert kept(file, head.model_copy(update={"ratio": 9.0})) == others
+    elsewhere = head.model_copy(update={"against": "another 1.0"})
+    assert kept(file, elsewhere) == [head, *others]
 
 
 def test_a_later_run_replaces_what_it_measured_again(tmp_path, recorded):

@@ -146,7 +146,7 @@ def compare(name: str, python: Path, given: argparse.Namespace) -> Result:
             _side(run(side, interpreter, spec, folder))
             for side, interpreter in (("branchline", Path(sys.executable)), (name, python))
         )
-    served = f", {count} adapters" if count else ""
+    served = f", {count} adapter{'s' if count > 1 else ''}" if count else ""
     case = (
         f"{given.model.name if given.model else f'random Llama {given.hidden}x{given.layers}'}, "
         f"{given.requests} requests of {given.new_tokens} tokens{served}"
@@ -250,12 +250,12 @@ def main() -> None:
     found = compare(given.engine, python, given)
     say(f"{found.case}: {found.value:.1f} {found.unit}, {found.ratio:.2f} of {found.against}")
     if given.out:
-        results = [*_kept(given.out, found), found]
-        run = finish(results, False, load_before)
+        results = [*kept(given.out, found), found]
+        run = finish(results, False, load_before, given.threads)
         given.out.write_text(run.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
 
-def _kept(file: Path, new: Result) -> list[Result]:
+def kept(file: Path, new: Result) -> list[Result]:
     """What a file holds of other comparisons."""
     if not file.exists():
         return []
