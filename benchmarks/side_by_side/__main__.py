@@ -125,9 +125,11 @@ def compare(name: str, python: Path, given: argparse.Namespace) -> Result:
     engine = ENGINES[name]
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
-        model = given.model or folder / "model"
+        model = folder / "model"
         if given.model is None:
             world.save_model(model, given.hidden, given.layers)
+        else:
+            world.save_endless(given.model, model)
         count = given.adapters if engine.serves_adapters else 0
         adapters = world.save_adapters(model, folder, count) if count else []
         spec = {
@@ -140,6 +142,8 @@ def compare(name: str, python: Path, given: argparse.Namespace) -> Result:
             "threads": given.threads,
             "device": given.device,
             "quant": engine.quant,
+            # The others' answer ends where the model's folder says, vLLM's at its tokenizer's end.
+            "body": {"ignore_eos": True} if name == "vllm" else {},
         }
         run = _over_http if engine.over_http else _offline
         ours, theirs = (

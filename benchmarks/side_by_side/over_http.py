@@ -88,7 +88,7 @@ async def _rounds(url: str, spec: dict[str, Any], base: str) -> tuple[float, int
             begun = time.perf_counter()
             answers = await asyncio.gather(
                 *(
-                    _answer(client, name or base, prompt, spec["tokens"])
+                    _answer(client, name or base, prompt, spec)
                     for prompt, name in zip(spec["prompts"], spec["names"], strict=True)
                 )
             )
@@ -100,8 +100,9 @@ async def _rounds(url: str, spec: dict[str, Any], base: str) -> tuple[float, int
     return statistics.median(seconds), tokens
 
 
-async def _answer(client: httpx.AsyncClient, model: str, prompt: str, tokens: int) -> int:
-    body = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+async def _answer(client: httpx.AsyncClient, model: str, prompt: str, spec: dict[str, Any]) -> int:
+    body = {"model": model, "prompt": prompt, "max_tokens": spec["tokens"], "temperature": 0}
+    body |= spec["body"]
     response = await client.post("/v1/completions", json=body)
     response.raise_for_status()
     return response.json()["usage"]["completion_tokens"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,18 @@ def save_model(folder: Path, hidden: int, layers: int) -> None:
     model: Any = LlamaForCausalLM(config)
     model.to(torch.bfloat16).save_pretrained(folder)
     PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(folder)
+
+
+def save_endless(model: Path, folder: Path) -> None:
+    """A model's folder that names no end of an answer, as links to the rest of its files."""
+    folder.mkdir()
+    for file in model.iterdir():
+        copy = folder / file.name
+        if file.name in ("config.json", "generation_config.json"):
+            settings = json.loads(file.read_text(encoding="utf-8"))
+            copy.write_text(json.dumps({**settings, "eos_token_id": None}), encoding="utf-8")
+        else:
+            copy.symlink_to(file.resolve())
 
 
 def save_adapters(model: Path, folder: Path, count: int) -> list[Path]:
