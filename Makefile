@@ -61,7 +61,7 @@ docs: $(STAMP) ## Build the documents into build/site, links checked
 
 bench: $(STAMP) ## Run the benchmarks, render docs/benchmarks.md
 	$(PY) -m benchmarks --out build/bench.json
-	$(PY) -m benchmarks.render build/bench.json
+	$(PY) -m benchmarks.render build/bench.json $(wildcard build/side-by-side.json)
 
 clean: ## Remove what was built (not .venv)
 	rm -rf build dist branchline.egg-info .hypothesis .pytest_cache .ruff_cache

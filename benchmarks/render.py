@@ -75,7 +75,8 @@ SECTIONS: dict[str, tuple[str, str]] = {
     ),
     "side-by-side": (
         "Beside other engines",
-        "`python -m benchmarks.side_by_side ENGINE` installs another engine and runs both on one "
+        "`python -m benchmarks.side_by_side ENGINE --out build/side-by-side.json` installs another "
+        "engine into an environment of its own and runs both on one "
         "model in bfloat16, one after the other: servers over HTTP, libraries by `generate`.",
     ),
 }
@@ -138,9 +139,10 @@ def _head(found: dict[str, Measured]) -> str:
     lines = [
         "# Benchmarks",
         "",
-        "`make bench` measures all of this again and writes this page. A ratio says how many times "
-        "as fast ours is as what stands beside it: below 1 it is slower. Both sides run in turn in "
-        "one process, so that a busy machine slows both; figures are medians. An aim is what a "
+        "`make bench` measures all of this again and writes this page; what stands beside other "
+        "engines comes from build/side-by-side.json, if it is there. A ratio says how many times "
+        "as fast ours is as what stands beside it: below 1 it is slower. Both sides run in turn, "
+        "in one process unless a section says otherwise; figures are medians. An aim is what a "
         "ratio should be at least.",
         "",
         *_aims(met, len(aimed)),

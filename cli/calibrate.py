@@ -34,7 +34,7 @@ def calibrate(
 ) -> None:
     """Measure what the routes cost on this device, and store it with the device's fingerprint.
 
-    Takes less than a minute; run it on a machine that does nothing else.
+    Takes about ten seconds on a CPU that does nothing else, as it should; far longer on a busy one.
     """
     from ..fusion.verify.machine import on_device, parse_device
     from ..policies.cost import calibration_file

@@ -21,8 +21,8 @@ class Platform:
         capability: compute capability of an NVIDIA device, (major, minor); else None.
         torch_version: as installed.
         triton_version: as installed, or None.
-        native_isa: instruction set of the C kernels in use ("avx512", "avx2", "scalar"), or None
-            where the library was not built.
+        native_isa: instruction set of the C kernels in use ("amx", "avx512", "avx2", "scalar"), or
+            None where the library was not built.
         native_reason: why `native_isa` is None; empty otherwise.
         interpreted: Triton runs in its interpreter (TRITON_INTERPRET=1), on CPU tensors.
         hip: a "cuda" device is one of AMD's, under ROCm.

@@ -1,6 +1,7 @@
 """One FP8 base model, three adapters, one batch: what branchline does, shown on a CPU.
 
-Run by `make demo`; takes a minute or two.  The model is converted once and kept in the cache.
+Run by `make demo`; takes a minute or two, more on a busy machine.  The model is converted once and
+kept in the cache.
 """
 
 from __future__ import annotations

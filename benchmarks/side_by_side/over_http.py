@@ -44,9 +44,7 @@ def measure(
         process = subprocess.Popen(command, stdout=written, stderr=written, env=environment)
         try:
             url = f"http://127.0.0.1:{port}"
-            begun = time.perf_counter()
             _wait(process, url, {"model": base, "prompt": spec["prompts"][0]}, log)
-            ready = time.perf_counter() - begun
             seconds, tokens = asyncio.run(_rounds(url, spec, base))
         finally:
             process.terminate()
@@ -55,7 +53,7 @@ def measure(
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-    return {"seconds": seconds, "tokens": tokens, "seconds_to_ready": ready}
+    return {"seconds": seconds, "tokens": tokens}
 
 
 def _wait(process: subprocess.Popen[bytes], url: str, asked: dict[str, str], log: Path) -> None:

@@ -21,7 +21,7 @@ from ..quantized_weight import QuantizedWeight, spread_rows
 BLOCK = 128
 #: Columns that one AMX instruction adds up.
 TILE_COLUMNS = 32
-#: Columns of one block sum of bfloat16 on AMX.
+#: Columns of one block sum of bfloat16 on AMX: HALVES_DEPTH of native/amx.h.
 TILE_BLOCK = 512
 _LEAST_NORMAL = torch.finfo(torch.float32).tiny
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,12 @@ from branchline.core import native
 from branchline.core.team import SideThreads, let_workers_go, then_alone
 
 THREADS = 4
+
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/maps").exists()
+    or "gomp" not in Path("/proc/self/maps").read_text(encoding="utf-8"),
+    reason="neither Linux nor GNU's OpenMP",
+)
 
 
 @pytest.fixture(autouse=True)

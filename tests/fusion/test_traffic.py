@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from branchline.core import FP8_DYNAMIC_GROUP128, FP8_STATIC_TENSOR, NVFP4
 from branchline.core.route import Route
-from branchline.fusion.traffic import SiteTraffic
+from branchline.fusion.traffic import SiteTraffic, traffic_of
+from branchline.linear.parts import Part
 
 
 @pytest.mark.parametrize(
@@ -35,3 +39,24 @@ def test_scales_count_where_they_are_measured():
 
 def test_nothing_at_all():
     assert SiteTraffic(0, 64, torch.bfloat16, FP8_STATIC_TENSOR).per_element(Route.DUAL) == 0
+
+
+@pytest.mark.parametrize(
+    ("adapter_tokens", "rows_per_token", "expected"), [(9, 1, 6), (10, 1, 7), (9, 2, 12), (0, 1, 0)]
+)
+def test_adapters_have_as_many_tokens_each_and_only_those_that_read_the_site_count(
+    adapter_tokens, rows_per_token, expected
+):
+    plain, silent = SimpleNamespace(parts=Part.PLAIN), SimpleNamespace(parts=0)
+    # Three adapters: one on both linears, one on the second, one that reads nothing here.
+    held = [{1: plain, 3: silent}, {1: plain, 2: plain}]
+    registry: Any = SimpleNamespace(branches=lambda layer, live: held[layer])
+    facts = SimpleNamespace(columns=64, dtype=torch.bfloat16, rows_per_token=rows_per_token)
+    site: Any = SimpleNamespace(layers=(0, 1), facts=facts)
+    traffic = traffic_of(
+        site, FP8_STATIC_TENSOR, registry, {1: "a", 2: "b", 3: "c"},
+        tokens=16, adapter_tokens=adapter_tokens, shrink_width=8,
+    )  # fmt: skip
+    assert traffic == SiteTraffic(
+        16 * rows_per_token, 64, torch.bfloat16, FP8_STATIC_TENSOR, expected, 8
+    )

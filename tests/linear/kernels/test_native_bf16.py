@@ -1,4 +1,4 @@
-"""The C matmul of bfloat16 weights: float32 sums, the same bytes everywhere, nothing lost."""
+"""The C matmul of bfloat16 weights: float32 sums by the definition, AMX with one of its own."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .cases import NAME, activation, assert_same, bits
 BF16 = torch.bfloat16
 ISAS = ("scalar", "avx2", "avx512", "amx")
 SHAPES = [(1, 64, 128), (2, 65, 1), (4, 7, 130), (5, 64, 257), (7, 1, 1000), (33, 700, 129),
-          (300, 130, 77), (13, 128, 255)]  # fmt: skip
+          (300, 130, 77), (13, 128, 255), (1100, 66, 40)]  # fmt: skip
 CONFIG = FloatLinearConfig(64, 32, BF16)
 
 
@@ -109,7 +109,8 @@ def test_within_a_float32_sum_and_one_rounding(m, n, k, bias):
     magnitudes = x.double().abs() @ module.weight.double().abs().t()
     if bias:
         exact, magnitudes = exact + module.bias.double(), magnitudes + module.bias.double().abs()
-    # Blocks of 128 products, then as many block sums, each addition off by 2**-24 at most.
+    # Blocks of 128 products, then as many block sums, each addition off by 2**-24 at most; AMX adds
+    # fewer one after the other.
     additions = min(k, 128) + k // 128 + 2
     bound = magnitudes * additions * 2.0**-24
     bound = bound + (exact.abs() + bound) * 2.0**-8
@@ -178,7 +179,8 @@ def test_large_terms_cancel_without_overflow():
     x = torch.tensor([[largest, largest, 1.0]], dtype=BF16)
     kernel = of_weight(torch.tensor([[1.0, -1.0, 3.0], [1.0, 0.0, 0.0]], dtype=BF16))
     for isa in each_isa():
-        # Tiles add the first and the third before the second, and round products that stand first.
+        # Tiles add the first and the third before the second; and a product that begins a sum is
+        # rounded, as there is nothing to add it to.
         if isa == "amx":
             assert kernel.apply(x, NAME).tolist() == [[0.0, largest]]
             continue
