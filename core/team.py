@@ -10,6 +10,8 @@ whoever has computed, and will not soon again, lets its workers go; the next ker
 from __future__ import annotations
 
 import functools
+import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
@@ -20,10 +22,27 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
+#: The thread that goes on after a fork: it holds workers that only the parent has, and would wait
+#: for their end forever.
+_forked: set[int] = set()
+
+
+def _remember_fork() -> None:
+    _forked.clear()
+    _forked.add(threading.get_ident())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_remember_fork)
+
+
 def let_workers_go() -> None:
-    """End the idle workers of the calling thread; nothing where OpenMP is not GNU's, or absent."""
+    """End the idle workers of the calling thread.
+
+    Does nothing where OpenMP is not GNU's, or absent, nor in the thread that a fork goes on in.
+    """
     functions = native.load().functions
-    if functions is not None:
+    if functions is not None and threading.get_ident() not in _forked:
         functions.bl_let_workers_go()
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -80,6 +82,26 @@ def test_results_and_errors_pass_through():
     assert told.__doc__ == "Its words."
     with pytest.raises(ValueError, match="below"):
         told(-1)
+
+
+_FORK = """
+import os, sys, threading, torch
+from branchline.core.team import let_workers_go
+torch.set_num_threads(4)
+torch.ones(512, 512, dtype=torch.float64).exp_()
+child = os.fork()
+if not child:
+    let_workers_go()
+    beside = threading.Thread(target=lambda: (torch.ones(512, 512).exp_(), let_workers_go()))
+    beside.start()
+    beside.join()
+    os._exit(7)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_forked_child_does_not_wait_for_the_workers_of_its_parent():
+    assert subprocess.run([sys.executable, "-c", _FORK], timeout=60, check=False).returncode == 7
 
 
 def test_without_the_library_nothing_happens(monkeypatch):
